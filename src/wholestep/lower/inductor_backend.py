@@ -119,8 +119,14 @@ class InductorBackend(Backend):
         key = self._exchange.mark_seen(program) if self._exchange is not None else None
         if self._exchange is None or key is None:
             return self._lowered(program, wait)
-        self._exchange.take(program, key)
-        step = self._lowered(program, wait)
+        if not self._exchange.compiles(key):
+            self._exchange.take(program, key)
+            return self._lowered(program, wait)
+        try:
+            step = self._lowered(program, wait)
+        except BaseException:
+            self._exchange.give_up(key)
+            raise
         self._exchange.put(program, key)
         return step
 

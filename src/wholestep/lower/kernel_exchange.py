@@ -1,7 +1,8 @@
-"""Compiled kernels on their way from rank 0 to the other ranks, through a store."""
+"""Compiled kernels on their way from the rank that compiles them to the others, through a store."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
 from typing import TYPE_CHECKING
@@ -28,7 +29,10 @@ def receives_kernels(store: BlobStore | None) -> bool:
 
 
 class KernelExchange:
-    """Sends the kernels of each program once: rank 0 puts them into a store, the others take them."""
+    """Sends the kernels of each program once: the rank that comes first puts them into a store, the others take them.
+
+    Which ranks need a program, and when, depends on the sizes that each of them sees.
+    """
 
     def __init__(self, compiler: ProgramCompiler, device: torch.device, store: BlobStore) -> None:
         """`compiler` is the one whose kernels are sent or replaced."""
@@ -44,24 +48,34 @@ class KernelExchange:
         self._seen.add(key)
         return key
 
+    def compiles(self, key: str) -> bool:
+        """Whether this rank compiles the program of a key for all: it has to `put` it or to `give_up`."""
+        try:
+            return self._store.claim(key)
+        except Exception as error:  # a store out of reach is told by who cannot do without
+            log.warning("this rank compiles for itself: %s: %s", type(error).__name__, error)
+            return True
+
+    def give_up(self, key: str) -> None:
+        """Has the others compile for themselves."""
+        with contextlib.suppress(Exception):  # there is an error on its way already
+            self._store.give_up(key)
+
     def put(self, program: Program, key: str) -> None:
-        """On rank 0, stores what was compiled of a program."""
-        if not self._store.is_writer:
-            return
+        """Stores what was compiled of a program."""
         try:
             self._store.put(key, pickle.dumps(self._compiler.dumps(program)))
         except Exception as error:  # whatever it is, the others have compilers, too
             log.warning("every rank compiles for itself: %s: %s", type(error).__name__, error)
+            self.give_up(key)
 
     def take(self, program: Program, key: str) -> None:
-        """On other ranks, loads what rank 0 has compiled of a program, if it has the same one."""
-        if self._store.is_writer:
-            return
+        """Loads what another rank has compiled of a program."""
         try:
             if (data := self._store.take(key)) is not None:
                 self._compiler.loads(program, pickle.loads(data))
                 return
-            why = "rank 0 has compiled no such segments for this kind of device"
+            why = "the rank that was first could not"
         except Exception as error:  # likewise
             why = f"{type(error).__name__}: {error}"
         log.info("this rank compiles for itself: %s", why)

@@ -288,26 +288,30 @@ class SegmentCompiler:
 
     def dumps(self, segment: Segment) -> bytes | None:
         """What was compiled of the segment, for another process; None for what Inductor cannot write."""
-        if segment.symbols:
-            log.info("%s is compiled in every process: sizes of its arguments move between calls", segment.name)
-            return None
-        compiled = self._compiled.get(self._key(segment))
+        key = self._key(segment)
+        compiled = self._compiled.get(key)
         if not isinstance(compiled, CompiledFxGraph):
             return None
         try:
-            return segment_cache.dumps(compiled)
+            return pickle.dumps((segment_cache.dumps(compiled), self._asked.get(key)))
         except Exception as error:  # whatever a compiler's objects raise, the rest is worth keeping
             log.warning("%s is compiled in every process: %s", segment.name, _described(error))
             return None
 
     def loads(self, segment: Segment, data: bytes) -> None:
         """Uses what `dumps` gave in another process, for this device or one of the same kind. On a CPU, kernels that
-        are not in Inductor's cache are built."""
+        are not in Inductor's cache are built. What counts on other sizes than this process has is left alone."""
         key = self._key(segment)
         if key in self._compiled:
             return
         try:
-            self._compiled[key], self._loaded[key] = segment_cache.loads(data, self._device)
+            made, asked = pickle.loads(data)
+            if asked is not None and not asked.hold(segment):
+                log.info("%s is compiled here too: %s do not hold", segment.name, asked.conditions)
+                return
+            self._compiled[key], self._loaded[key] = segment_cache.loads(made, self._device)
+            if asked is not None:
+                self._asked[key] = asked
         except Exception as error:  # likewise
             log.warning(
                 "%s is compiled anew: what another process made cannot be used: %s", segment.name, _described(error)

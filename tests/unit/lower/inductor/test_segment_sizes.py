@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.fx as fx
@@ -12,6 +14,8 @@ from wholestep.capture.guards.size_guards import SizeConditions
 from wholestep.capture.sizes.size_symbols import SizeEnv
 from wholestep.ir import node_meta
 from wholestep.ir.segment import Segment
+from wholestep.lower.codecache import segment_cache
+from wholestep.lower.inductor import segment_compiler
 from wholestep.lower.inductor.segment_compiler import SegmentCompiler
 from wholestep.lower.inductor.segment_sizes import NotForAllSizes, SegmentSizes
 
@@ -85,8 +89,30 @@ def test_an_expression_that_has_to_be_a_number_is_told_and_multiples_are_conditi
         sizes.asked()
 
 
-def test_what_is_compiled_for_sizes_that_move_stays_in_its_process(caplog: pytest.LogCaptureFixture) -> None:
-    segment = sized(SizeEnv(), "args.0", 6)
-    with caplog.at_level("INFO", logger="wholestep"):
-        assert SegmentCompiler(torch.device("cpu")).dumps(segment) is None
-    assert "sizes of its arguments move between calls" in caplog.text
+@pytest.mark.parametrize("rows", [11, 20])
+def test_what_counts_on_sizes_travels_to_processes_where_that_is_so(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Inductor makes is `tests/behaviour/moving_sizes/test_inductor.py`'s; here it is a word."""
+    segment, other = sized(SizeEnv(), "args.0", 6), sized(SizeEnv(), "args.3", rows)
+    sizes = in_compiler(segment)
+    assert bool(sizes.inputs()[1] < 12)
+    here, there = SegmentCompiler(torch.device("cpu")), SegmentCompiler(torch.device("cpu"))
+    here._compiled[segment.likeness], here._asked[segment.likeness] = "made", sizes.asked()  # type: ignore[assignment]
+    monkeypatch.setattr(segment_compiler, "CompiledFxGraph", str)
+    monkeypatch.setattr(segment_cache, "dumps", lambda compiled: compiled.encode())
+    monkeypatch.setattr(segment_cache, "loads", lambda data, device: (data.decode(), len))
+    data = here.dumps(segment)
+    assert data is not None
+    there.loads(other, data)
+    assert there._compiled == ({other.likeness: "made"} if rows == 11 else {})
+    if rows == 11:
+        there.begin(other)
+        conditions = SizeConditions(other_env(other))
+        assert conditions.why_not((12,), (4, 1)) is not None
+        assert conditions.why_not((9,), (4, 1)) is None
+
+
+def other_env(segment: Segment) -> SizeEnv:
+    value: Any = node_meta.value(next(iter(segment.graph.nodes)))
+    env = value.fake_mode.shape_env
+    assert isinstance(env, SizeEnv)
+    return env
