@@ -126,7 +126,7 @@ class RetracePolicy:
             except Exception as error:
                 for key, one in group.items():
                     self._constant[key] = f"{_name(one)} can be no input of the graph: {error}"
-                    log.info(self._constant[key])
+                    log.log(logging.WARNING if isinstance(key, ArgumentSize) else logging.INFO, self._constant[key])
         return _checked(capture, self._varying.values())
 
 

@@ -18,14 +18,6 @@ F = nn.functional
 WIDTH = 4
 
 
-def doubled(x: Tensor) -> Tensor:
-    return F.interpolate(x, scale_factor=2)
-
-
-def smoothed(x: Tensor) -> Tensor:
-    return F.interpolate(x, scale_factor=1.5, mode="bilinear")
-
-
 def transposed(x: Tensor) -> Tensor:
     """A layer on a tensor that is not in order."""
     return x.flatten(2).transpose(1, 2) @ torch.ones(3, WIDTH).requires_grad_() + x.mean()
@@ -73,9 +65,39 @@ def test_one_trace_for_all_sizes(function: Callable[[Tensor], Tensor]) -> None:
     assert equal_calls(function).cache_info().traces == 1
 
 
+RESIZED: dict[str, Callable[[Tensor], Tensor]] = {
+    "nearest": lambda x: F.interpolate(x, scale_factor=2),
+    "nearest-exact": lambda x: F.interpolate(x, scale_factor=1.5, mode="nearest-exact"),
+    "bilinear": lambda x: F.interpolate(x, scale_factor=0.5, mode="bilinear"),
+    "two factors": lambda x: F.interpolate(x, scale_factor=(1.3, 0.7), mode="bilinear", align_corners=True),
+    "bicubic to a size": lambda x: F.interpolate(x, size=(7, 9), mode="bicubic"),
+    "to another's size": lambda x: F.interpolate(x[:, :, ::2], size=x.shape[2:], mode="bilinear"),
+    "nearest to another's size": lambda x: F.interpolate(x[:, :, ::2], size=x.shape[2:]),
+    "a factor that is computed anew": lambda x: F.interpolate(x, scale_factor=1.7, recompute_scale_factor=True),
+    "antialias": lambda x: F.interpolate(x, size=(5, 5), mode="bilinear", antialias=True),
+    "linear": lambda x: F.interpolate(x.flatten(2), scale_factor=2, mode="linear"),
+    "trilinear": lambda x: F.interpolate(x[:, :, None], scale_factor=2, mode="trilinear"),
+    "channels-last": lambda x: F.interpolate(
+        x.contiguous(memory_format=torch.channels_last), scale_factor=2, mode="bilinear"
+    ),
+    "a layer": lambda x: nn.Upsample(scale_factor=2, mode="bilinear")(x),
+}
+
+
+@pytest.mark.parametrize("name", RESIZED)
+def test_images_are_resized_in_one_trace_for_all_sizes(name: str) -> None:
+    assert equal_calls(RESIZED[name]).cache_info().traces == 1
+
+
+@pytest.mark.parametrize("mask", [lambda x: x > 0, lambda x: x[:1, :1] > 0, lambda x: x > 1e9])
+def test_what_a_mask_selects_and_its_gradient(mask: Callable[[Tensor], Tensor]) -> None:
+    """The whole of it, some rows, and nothing."""
+    assert equal_calls(lambda x: x.masked_select(mask(x)).sum() + x.mean()).cache_info().traces == 1
+
+
 @pytest.fixture
 def asking() -> Iterator[list[str]]:
-    """Two operators whose kernels ask for sizes as numbers, one when it has drawn. Gives what has run of them."""
+    """Operators whose kernels ask for sizes as numbers, one when it has drawn. Gives what has run of them."""
     ran: list[str] = []
 
     def asks(x: Tensor) -> Tensor:
@@ -86,16 +108,25 @@ def asking() -> Iterator[list[str]]:
         ran.append("draws")
         return (x + torch.rand_like(x)) / torch.ops.aten.size.default(x)[0]
 
+    def differs(x: Tensor) -> Tensor:
+        ran.append("differs")
+        return x / torch.ops.aten.size.default(x)[0]
+
     def form(x: Tensor) -> Tensor:
         ran.append("form")
         return x / x.shape[0]
 
+    def another(x: Tensor) -> Tensor:
+        ran.append("form")
+        return x * (1 / x.shape[0])
+
     with torch.library._scoped_library("composed_operators", "DEF") as library:
-        for kernel in (asks, draws):
+        for kernel in (asks, draws, differs):
             library.define(f"{kernel.__name__}(Tensor x) -> Tensor")
             library.impl(kernel.__name__, kernel, "CompositeImplicitAutograd")
         made = torch.ops.composed_operators
-        with patch.dict(decomposition_table, {made.asks.default: form, made.draws.default: form}):
+        forms = {made.asks.default: form, made.draws.default: form, made.differs.default: another}
+        with patch.dict(decomposition_table, forms):
             yield ran
 
 
@@ -116,6 +147,23 @@ def test_an_operator_that_has_drawn_is_not_begun_anew_and_is_named(
     assert any("composed_operators.draws" in text and "test_composed_operators.py" in text for text in told), told
 
 
-@pytest.mark.parametrize("function", [doubled, smoothed])
-def test_a_python_form_that_computes_otherwise_is_not_taken(function: Callable[[Tensor], Tensor]) -> None:
-    assert equal_calls(function).cache_info().traces == 3
+def test_a_python_form_that_computes_otherwise_is_not_taken(asking: list[str]) -> None:
+    assert equal_calls(lambda x: torch.ops.composed_operators.differs(x)).cache_info().traces == 3
+    assert "form" in asking
+
+
+def test_a_size_that_no_trace_can_take_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """An operator that raises for symbols and says nothing of numbers."""
+
+    def refuses(x: Tensor) -> Tensor:
+        if not isinstance(x.shape[0], int):
+            raise RuntimeError("no such sizes here")
+        return x * 2
+
+    with torch.library._scoped_library("composed_operators", "DEF") as library:
+        library.define("refuses(Tensor x) -> Tensor")
+        library.impl("refuses", refuses, "CompositeImplicitAutograd")
+        with caplog.at_level(logging.WARNING, logger="wholestep"):
+            assert equal_calls(lambda x: torch.ops.composed_operators.refuses(x)).cache_info().traces == 3
+    told = [record.getMessage() for record in caplog.records if "can be no input of the graph" in record.getMessage()]
+    assert any("test_composed_operators.py" in text and "no such sizes here" in text for text in told), told

@@ -37,6 +37,8 @@ from wholestep.ir.sizes import is_data, numbers_of
 _COMPOSED = DispatchKey.CompositeImplicitAutograd
 _SIZES = tuple(getattr(torch.ops.aten, name).default for name in ("size", "stride"))
 """What C++ calls where it asks for numbers."""
+_TAKES_NUMBERS = "expected to contain only concrete integers"
+"""What C++ says that is given symbols and takes numbers."""
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten._unsafe_view.default)
 
 
@@ -65,7 +67,7 @@ class PythonForms:
         """What `run()` gives: the operator on fake tensors of `mode`, by its Python form where C++ asks for numbers."""
         if func in _SIZES:
             return run()
-        form = decomposition_table.get(func)
+        form = decomposition_table.get(func) or _like_its_input(func)
         recorded, self._inside = not self._inside, True
         try:
             if form is None or not _has_symbols(args, kwargs):
@@ -75,7 +77,8 @@ class PythonForms:
                 with mode:
                     return form(*args, **kwargs)
 
-            return self._stopped(run, formed)
+            takes_numbers = form is not decomposition_table.get(func)
+            return formed() if takes_numbers else self._stopped(run, formed)
         finally:
             self._inside = not recorded
             if recorded and (func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags):
@@ -83,7 +86,7 @@ class PythonForms:
 
     def compose(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What an operator gives that is made of others, by its C++, or its Python form where that asks."""
-        form: Any = func.py_kernels.get(_COMPOSED) or decomposition_table.get(func)
+        form: Any = _OWN.get(func) or _by_sizes(func) or func.py_kernels.get(_COMPOSED) or decomposition_table.get(func)
         around, self._composed = self._composed, func
         try:
             run = partial(func._op_dk, _COMPOSED, *args, **kwargs)
@@ -105,7 +108,11 @@ class PythonForms:
         before = len(nodes)
         found = form(*args, **kwargs)
         used = [node.target for node in list(nodes)[before:]]
-        if _has_known_sizes(args, kwargs) and _computing(used) == _computing(_operators(func, args, kwargs)):
+        if func in _OWN:
+            return found
+        if _has_known_sizes(args, kwargs) and _computing(used) == _computing(
+            _at_traced_sizes(func, args, kwargs, _COMPOSED)[1]
+        ):
             return found
         return func._op_dk(_COMPOSED, *args, **kwargs)
 
@@ -114,6 +121,11 @@ class PythonForms:
         try:
             return run()
         except _AsksForNumbers:
+            self._begun = None
+            return form()
+        except RuntimeError as error:
+            if _TAKES_NUMBERS not in str(error) or self._begun != self._acts:
+                raise
             self._begun = None
             return form()
         finally:
@@ -168,6 +180,52 @@ class PythonForms:
         return (lambda *args, **kwargs: self.compose(func, args, kwargs)) if found == _COMPOSED else found
 
 
+def _masked_select_backward(grad: torch.Tensor, input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    whole, _ = torch.broadcast_tensors(input, mask)
+    return torch.zeros_like(whole, memory_format=torch.preserve_format).masked_scatter(mask, grad)
+
+
+_OWN = {torch.ops.aten.masked_select_backward.default: _masked_select_backward}
+"""Forms of ours that compute as C++ does, of sizes that are data too: there it cannot be asked what it computes."""
+
+
+def _like_its_input(func: OpOverload) -> Callable[..., Any] | None:
+    """The Python form of a backward that is told the size of the input, which its C++ takes as numbers alone."""
+    names = [one.name for one in func._schema.arguments]
+    if "input_size" not in names or len(func._schema.returns) != 1:
+        return None
+    place = names.index("input_size")
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        sizes = args[place] if len(args) > place else kwargs["input_size"]
+        known, _ = _at_traced_sizes(func, args, kwargs)
+        order = sorted(range(len(sizes)), key=lambda dim: -known.stride(dim))
+        made = torch.empty([sizes[dim] for dim in order], dtype=known.dtype, device=known.device)
+        return made.permute([order.index(dim) for dim in range(len(sizes))])
+
+    return backward
+
+
+def _by_sizes(func: OpOverload) -> Callable[..., Any] | None:
+    """The Python form of an operator that takes sizes or factors (overload ``vec``), if there is one for sizes."""
+    packet = func.overloadpacket
+    if func._overloadname != "vec" or "default" not in packet.overloads():
+        return None
+
+    def resized(input: torch.Tensor, output_size: Any, *more: Any) -> Any:
+        *flags, factors = more
+        if output_size is None:
+            output_size = [_times(size, by) for size, by in zip(input.shape[2:], factors, strict=True)]
+        return packet.default(input, output_size, *flags, *(factors or ()))
+
+    return resized
+
+
+def _times(size: Any, factor: float) -> Any:
+    """As C++ computes it in float64; a whole factor gives a simple expression."""
+    return size * int(factor) if factor.is_integer() else torch.sym_int(size * factor)
+
+
 class _Listing(TorchDispatchMode):
     """Notes the operators that run."""
 
@@ -180,8 +238,8 @@ class _Listing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _operators(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """What the C++ of `func` runs at the sizes of the traced call."""
+def _at_traced_sizes(func: Any, args: Any, kwargs: Any, key: DispatchKey | None = None) -> tuple[Any, list[Any]]:
+    """What the C++ of `func` (at a dispatch key) gives at the sizes of the traced call, and the operators it runs."""
 
     def number(one: Any) -> Any:
         return one.node.hint if isinstance(one, torch.SymInt) else one
@@ -196,9 +254,8 @@ def _operators(func: Any, args: Any, kwargs: Any) -> list[Any]:
     with _disable_current_modes(), no_python_dispatcher(), FakeTensorMode(), _Listing() as listing:
         args, kwargs = pytree.tree_map(constant, (args, kwargs))
         listing.found.clear()
-        func._op_dk(_COMPOSED, *args, **kwargs)
-    found: list[Any] = listing.found
-    return found
+        given = func(*args, **kwargs) if key is None else func._op_dk(key, *args, **kwargs)
+    return given, listing.found
 
 
 def _computing(operators: list[Any]) -> Counter[Any]:
