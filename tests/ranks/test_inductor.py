@@ -59,12 +59,12 @@ def _alone() -> tuple[int, int, str]:
     return together, called.call_count - together, told.getvalue()
 
 
-def test_what_rank_0_has_not_is_compiled_where_it_is_needed(pool2: Any) -> None:
+def test_what_no_other_rank_has_is_compiled_where_it_is_needed(pool2: Any) -> None:
     """Nobody waits for it: a rank whose batch is smaller has other segments."""
     (together, again, _), (none, own, told) = pool2.run(_alone)
     assert (together, again) == (1, 1)
     assert (none, own) == (0, 1)
-    assert told.count("this rank compiles for itself: rank 0 has compiled no such segments") == 1
+    assert "this rank compiles for itself" not in told  # but for all
 
 
 def _with_a_blob_store_that(fails: str) -> tuple[int, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,9 @@ from wholestep.util.log_once import log_once
 
 Wrap = Callable[..., Any]
 as_it_is: Wrap = lambda thing, **options: thing  # noqa: E731
-by_dynamo: Wrap = lambda thing, **options: torch.compile(thing, backend="eager", **options)  # noqa: E731
+# Lightning replaces torch.compile in a process that imports it: each call notes its options at the module anew.
+dynamo = inspect.unwrap(torch.compile)
+by_dynamo: Wrap = lambda thing, **options: dynamo(thing, backend="eager", **options)  # noqa: E731
 
 
 @pytest.fixture(autouse=True)
