@@ -13,10 +13,10 @@ operators: numbers are those of eager code, to the bit.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -67,18 +67,18 @@ class PythonForms:
         """What `run()` gives: the operator on fake tensors of `mode`, by its Python form where C++ asks for numbers."""
         if func in _SIZES:
             return run()
-        form = decomposition_table.get(func) or _like_its_input(func)
+        form = decomposition_table.get(func)
+        own = _like_its_input(func) if form is None else None
         recorded, self._inside = not self._inside, True
         try:
-            if form is None or not _has_symbols(args, kwargs):
+            if (form is None and own is None) or not _has_symbols(args, kwargs):
                 return self._unstopped(run) if recorded else run()
 
             def formed() -> Any:
                 with mode:
-                    return form(*args, **kwargs)
+                    return (form or own)(*args, **kwargs)  # type: ignore[misc]  # one of them is there
 
-            takes_numbers = form is not decomposition_table.get(func)
-            return formed() if takes_numbers else self._stopped(run, formed)
+            return self._stopped(run, formed) if own is None else formed()
         finally:
             self._inside = not recorded
             if recorded and (func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags):
@@ -89,7 +89,7 @@ class PythonForms:
         form: Any = _OWN.get(func) or _by_sizes(func) or func.py_kernels.get(_COMPOSED) or decomposition_table.get(func)
         around, self._composed = self._composed, func
         try:
-            run = partial(func._op_dk, _COMPOSED, *args, **kwargs)
+            run = functools.partial(func._op_dk, _COMPOSED, *args, **kwargs)
             if form is None or not _has_symbols(args, kwargs):
                 return run()
             return self._stopped(run, lambda: self._formed(func, form, args, kwargs))
@@ -189,6 +189,7 @@ _OWN = {torch.ops.aten.masked_select_backward.default: _masked_select_backward}
 """Forms of ours that compute as C++ does, of sizes that are data too: there it cannot be asked what it computes."""
 
 
+@functools.cache
 def _like_its_input(func: OpOverload) -> Callable[..., Any] | None:
     """The Python form of a backward that is told the size of the input, which its C++ takes as numbers alone."""
     names = [one.name for one in func._schema.arguments]
@@ -206,6 +207,7 @@ def _like_its_input(func: OpOverload) -> Callable[..., Any] | None:
     return backward
 
 
+@functools.cache
 def _by_sizes(func: OpOverload) -> Callable[..., Any] | None:
     """The Python form of an operator that takes sizes or factors (overload ``vec``), if there is one for sizes."""
     packet = func.overloadpacket
