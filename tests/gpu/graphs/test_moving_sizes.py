@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
+from tests.behaviour.moving_sizes.test_inductor import noting
 from wholestep.ir.segment import Segment
 from wholestep.lower.cudagraph.graph_pool import Pool
-from wholestep.lower.inductor import compile_fx
 
 pytestmark = pytest.mark.gpu
 
@@ -129,16 +129,7 @@ def trained(
 
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[Segment]:
-    """The segments that are compiled, as it happens."""
-    found: list[Segment] = []
-    begin = compile_fx.begin_compile
-
-    def noting(segment: Segment, **options: Any) -> Any:
-        found.append(segment)
-        return begin(segment, **options)
-
-    monkeypatch.setattr(compile_fx, "begin_compile", noting)
-    return found
+    return noting(monkeypatch)
 
 
 @pytest.fixture

@@ -67,16 +67,16 @@ class PythonForms:
         """What `run()` gives: the operator on fake tensors of `mode`, by its Python form where C++ asks for numbers."""
         if func in _SIZES:
             return run()
-        form = decomposition_table.get(func)
-        own = _like_its_input(func) if form is None else None
+        own = None if func in decomposition_table or not _has_known_sizes(args, kwargs) else _like_its_input(func)
+        form: Any = own or decomposition_table.get(func)
         recorded, self._inside = not self._inside, True
         try:
-            if (form is None and own is None) or not _has_symbols(args, kwargs):
+            if form is None or not _has_symbols(args, kwargs):
                 return self._unstopped(run) if recorded else run()
 
             def formed() -> Any:
                 with mode:
-                    return (form or own)(*args, **kwargs)  # type: ignore[misc]  # one of them is there
+                    return form(*args, **kwargs)
 
             return self._stopped(run, formed) if own is None else formed()
         finally:

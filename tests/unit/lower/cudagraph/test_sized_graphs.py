@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.unit.builders import aten
 from tests.unit.lower.gpu_programs import Spec, gpu, scheduled
 from tests.unit.lower.replays import PARAM, Replays, breaks, graphed_of, layers, same, waits
+from wholestep.ir.program import Program
 from wholestep.lower.base import eager_backend
 from wholestep.lower.cudagraph.partition import Partition, partition
 from wholestep.lower.cudagraph.sized_graphs import MOST_SIZES, PLAIN_CALLS, SizedGraphs
@@ -93,6 +94,23 @@ def test_what_is_laid_out_in_another_way_is_another_size() -> None:
         with torch.no_grad():
             assert same(graphs([w, x]), plain([w, x])), call
     assert pool.calls.count("capture") == 2
+
+
+def test_what_a_graph_runs_is_lowered_for_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels over lists keep a table of addresses, which their graph reads in every replay."""
+    pool, lowered, lower = Replays(), list[int](), Replays.lower
+
+    def noting(self: Replays, part: Program) -> Any:
+        lowered.append(id(part))
+        return lower(self, part)
+
+    monkeypatch.setattr(Replays, "lower", noting)
+    graphs, _ = sized(one, pool)
+    with torch.no_grad():
+        for call in range(2 * CAPTURED):
+            graphs([torch.rand(3, 3), batch(4 + call % 2, call)])
+    assert pool.calls.count("capture") == 2
+    assert sorted(map(lowered.count, set(lowered))) == [1, 2, 2]  # the whole; the host's calls and the piece, by size
 
 
 def test_sizes_that_do_not_come_again_have_none() -> None:
