@@ -28,6 +28,7 @@ from rich.console import Console
 
 import wholestep as ws
 from wholestep.api.cache.warm_start import CACHE
+from wholestep.api.report.records import Explanation
 from wholestep.cli.common.options import threads_per_rank
 from wholestep.cli.suite.contenders import OWN, Contender, Kind, prepare
 from wholestep.cli.suite.kernel_profile import Breakdown, after_marker, breakdown, read_trace
@@ -49,7 +50,7 @@ FIRST_OPEN_S = 20.0
 _REUSES_CODE_OF = {Kind.LIMIT: Kind.OURS, Kind.OURS_BF16: Kind.OURS, Kind.DDP_COMPILED: Kind.COMPILED_DDP}
 """Contenders that run code, or kernels in the cache, of another one that was opened before: their first call is
 shorter."""
-_MEMORY_FACTOR = {Kind.COMPILED_DDP: 1.4, Kind.DDP_COMPILED: 1.4, Kind.FSDP: 0.7}
+_MEMORY_FACTOR = {Kind.COMPILED_DDP: 1.4, Kind.DDP_COMPILED: 1.4, Kind.FSDP: 0.7, Kind.HSDP: 0.9}
 """Memory that a contender may need, of what the largest so far did: buckets beside gradients, or state in shards."""
 
 
@@ -204,13 +205,14 @@ class _Session:
         opened, payloads = done
         first_s, losses, peaks, reserved = ([payload[place] for payload in payloads] for place in range(4))
         self.largest_bytes = max(self.largest_bytes, *peaks, *reserved)
-        note = payloads[0][4]
+        note, predicted_ms, predicted_bytes = payloads[0][4:]
         if (other := _REUSES_CODE_OF.get(kind)) is not None and other.name.lower() in self.results:
             note = _joined(note, f"found what {other.value} had compiled")
         if kind is Kind.LIMIT:
             note = _joined(note, "its numbers are wrong")
         self._note(kind, ContenderResult(
             note=note, first_s=max(first_s), loss=statistics.fmean(losses),
+            predicted_ms=predicted_ms, predicted_bytes=predicted_bytes if self.on_gpu else None,
             peak_bytes=max(peaks) if self.on_gpu else None, reserved_bytes=max(reserved) if self.on_gpu else None,
         ))  # fmt: skip
         self._note_times(opened, "timed alone")
@@ -230,8 +232,8 @@ class _Session:
             loss = float(contender.call())
         peak, reserved = (now - then for now, then in zip(self._memory(), before, strict=True))
         times_ms = [self._block(contender, BLOCK_STEPS) for _ in range(ALONE_BLOCKS)]
-        note = "" if contender.step is None else contender.step.explain().backend
-        return _Opened(contender=contender, times_ms=times_ms), [first_s, loss, peak, reserved, note]
+        told = _told(contender)
+        return _Opened(contender=contender, times_ms=times_ms), [first_s, loss, peak, reserved, *told]
 
     def _take_turns(self, group: list[_Opened]) -> None:
         """Times all contenders, a block of steps at a time, in an order that turns round."""
@@ -361,6 +363,14 @@ class _Session:
     def _say(self, text: str) -> None:
         if self.world.rank == 0:
             self.status.console.print(f"{self.report.training}: {text}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _told(contender: Contender) -> tuple[str, float | None, int | None]:
+    """The backend, the predicted step in ms and the predicted peak in bytes of a contender of ours."""
+    told = None if contender.step is None else contender.step.explain()
+    if not isinstance(told, Explanation):
+        return "", None, None
+    return told.backend, 1e-3 * told.predicted.step_us, told.peak.num_bytes
 
 
 def _joined(*notes: str) -> str:

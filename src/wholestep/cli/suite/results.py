@@ -40,8 +40,12 @@ class ContenderResult:
     """Mean over the ranks, of the last of `LOSS_STEPS` steps."""
     loss_difference: float | None = None
     """From eager DDP, relative to it; of FSDP of ours, where that did not run, from FSDP2."""
+    predicted_ms: float | None = None
+    """What `explain` says of a step of ours, by the costs that it names."""
     peak_bytes: int | None = None
     """Most that was allocated at once, by this contender alone; the rank with most."""
+    predicted_bytes: int | None = None
+    """What `explain` says of the peak, on rank 0."""
     reserved_bytes: int | None = None
     """What was held from the device behind these steps, memory of CUDA graphs included."""
     exposed_ms: float | None = None
@@ -136,7 +140,10 @@ class SuiteReport:
 
 
 def _note_text(result: ContenderResult) -> str:
-    return "; ".join(filter(None, (result.outcome if result.outcome != "ok" else "", result.note)))
+    predicted = "" if result.predicted_ms is None else f"predicted {result.predicted_ms:.2f} ms"
+    if result.predicted_bytes is not None:
+        predicted += f" and {result.predicted_bytes / 2**30:.2f} GiB"
+    return "; ".join(filter(None, (result.outcome if result.outcome != "ok" else "", result.note, predicted)))
 
 
 def _cells(result: ContenderResult, ours_ms: float | None) -> list[str]:

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 import wholestep as ws
-from wholestep.cli.suite.contenders import DEFAULT, JAX_KINDS, Kind
+from wholestep.cli.suite.contenders import DEFAULT, JAX_KINDS, ON_TWO_AXES, Kind
 from wholestep.cli.suite.rank_session import Plan, on_rank
 from wholestep.cli.suite.results import ContenderResult, SuiteReport, load, save
 from wholestep.cli.suite.roofline import floors
@@ -79,8 +79,12 @@ def parse_trainings(suite: str, names: Sequence[str]) -> tuple[str, ...]:
 def run_suite(settings: SuiteSettings, *, nproc: int) -> list[SuiteReport]:
     """Runs all trainings of `settings`, each on `nproc` new processes.
 
-    Raises ConfigError for GPUs that are not there.
+    Raises ConfigError for GPUs that are not there, and for HSDP on another number of ranks than 4, 6, 8 and so on.
     """
+    if (nproc < 4 or nproc % 2) and (asked := [kind.name.lower() for kind in settings.kinds if kind in ON_TWO_AXES]):
+        raise ConfigError(
+            f"{', '.join(asked)}: two replicas want an even number of processes, at least 4; got --nproc {nproc}."
+        )
     if settings.suite == "gpu" and not torch.cuda.is_available():
         raise ConfigError("--suite gpu wants a GPU that torch sees, and there is none. Use --suite cpu.")
     end = time.time() + settings.budget_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from wholestep.cli.suite.contenders import JAX_KINDS, STOCK, Kind
+from wholestep.cli.suite.contenders import JAX_KINDS, SHARDED_OURS, STOCK, Kind
 from wholestep.cli.suite.results import Check, ContenderResult, SuiteReport
 
 MAX_EXPOSED = 0.02
@@ -48,7 +48,7 @@ def judge(report: SuiteReport) -> SuiteReport:
     types; under autocast the others round elsewhere.
     """
     eager_loss, fsdp_loss = report.contender(Kind.EAGER).loss, report.contender(Kind.FSDP).loss
-    stock_loss = {Kind.FSDP_OURS: fsdp_loss} if eager_loss is None else dict.fromkeys(Kind, eager_loss)
+    stock_loss = dict.fromkeys(SHARDED_OURS, fsdp_loss) if eager_loss is None else dict.fromkeys(Kind, eager_loss)
     contenders = {
         name: _compare(Kind[name.upper()], result, stock_loss.get(Kind[name.upper()]), report.loss_tolerance)
         for name, result in report.contenders.items()

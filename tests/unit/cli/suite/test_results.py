@@ -60,6 +60,7 @@ def test_where_eager_ddp_cannot_run_fsdp2_says_what_the_loss_of_fsdp_is() -> Non
     away = replace(CONTENDER, loss=8.1)
     found = judge(report(fsdp=CONTENDER, fsdp_ours=away, ours=away))
     assert outcomes(found) == {"fsdp": "ok", "fsdp_ours": "differs", "ours": "ok"}
+    assert outcomes(judge(report(fsdp=CONTENDER, hsdp_ours=away)))["hsdp_ours"] == "differs"
     found = judge(report(eager=away, fsdp=CONTENDER, fsdp_ours=away, ours=CONTENDER))
     assert outcomes(found) == {"eager": "ok", "fsdp": "differs", "fsdp_ours": "ok", "ours": "differs"}
 
@@ -71,6 +72,15 @@ def test_the_limit_and_jax_have_losses_of_their_own_and_what_failed_stays_so() -
     assert not found.is_sound
     assert judge(report(ours=away)).is_sound  # nothing to compare it with
     assert report(fsdp=ContenderResult(outcome="not run")).is_sound
+
+
+def test_what_was_predicted_stands_below_the_table() -> None:
+    told = replace(CONTENDER, predicted_ms=4.5, predicted_bytes=3 << 30, note="one CUDA graph")
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(report(ours=told, eager=CONTENDER))
+    text = console.export_text()
+    assert "wholestep: one CUDA graph; predicted 4.50 ms and 3.00 GiB\n" in text.replace(" \n", "\n")
+    assert "eager DDP: " not in text
 
 
 def test_aims_are_reached_or_not_with_both_figures() -> None:

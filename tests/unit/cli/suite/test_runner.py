@@ -34,6 +34,8 @@ def leave(*args: str) -> int:
         (["--suite", "cpu", "--steps", "5"], "at least 20"),
         (["--suite", "cpu", "--budget-s", "0"], "--budget-s"),
         (["--suite", "cpu", "--out", "nowhere/x.json"], "nowhere"),
+        (["--suite", "cpu", "--nproc", "2", "--contenders", "hsdp_ours,eager"], "hsdp_ours: two replicas"),
+        (["--suite", "cpu", "--nproc", "5", "--contenders", "hsdp"], "got --nproc 5"),
         (["--contenders", "ours"], "go with --suite"),
         (["--workload", "W1"], "got W1"),
     ],
