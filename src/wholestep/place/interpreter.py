@@ -5,8 +5,9 @@ Every node of the new graph is either a copy of an old one or emitted by a rule,
 fake tensors. Nothing else is executed, so host scalars pass through untouched, an unchanged part costs a
 copy, and no rank number can enter the graph: the interpreter knows sizes and group names, never a rank.
 
-A rule is looked up by operator (`wholestep.place.rules.RULES`). A strategy that shards inputs adds rules that
-carry shards; an operator without a rule runs on full tensors.
+A rule is looked up by operator (`wholestep.place.rules.RULES`); a node without one is copied. Where inputs are
+sharded, `wholestep.place.sharded_placer` is the interpreter: it has more rules (`wholestep.place.sharded_rules`), and
+gathers what an operator without one reads.
 """
 
 from __future__ import annotations

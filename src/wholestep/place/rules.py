@@ -1,6 +1,6 @@
-"""Table of placement rules by operator.
+"""Table of the placement rules that every strategy has, by operator: today that of a gradient.
 
-Data parallel needs one row; sharded strategies add theirs here.
+How operators run on shards is in `wholestep.place.sharded_rules`.
 """
 
 from __future__ import annotations

@@ -53,8 +53,6 @@ def _owners(graph: fx.Graph, sources: dict[fx.Node, int]) -> dict[fx.Node, list[
     """By indexwise call, the bucket that each index belongs to: the last one it needs.
 
     What needs none (weight decay, counters) belongs to the bucket of what reads it.
-
-    What needs none (weight decay, counters) belongs to the bucket of what reads it.
     """
     masks = foreach_items.follow(graph, sources, scalars=False)
     owners: dict[fx.Node, list[int]] = {}

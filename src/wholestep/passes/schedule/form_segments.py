@@ -76,10 +76,10 @@ def form_segments(
         pays_single: whether a node is a segment if there is no other one to join.
         by_library: whether the compiler leaves a node that it may have to a library.
         cuts_repeats: whether runs are cut before such nodes where they repeat themselves
-        (`wholestep.passes.analysis.repeated_layers`). is_pointwise: whether a kernel that reads what a node gives can
-        compute that on its way. Backward segments do
-            so where that saves reads and writes (`wholestep.passes.schedule.segment_recompute`); None: they read what
-            the forward gave.
+            (`wholestep.passes.analysis.repeated_layers`).
+        is_pointwise: whether a kernel that reads what a node gives can compute that on its way. Backward segments do so
+            where that saves reads and writes (`wholestep.passes.schedule.segment_recompute`); None: they read what the
+            forward gave.
 
     Notes say how many nodes are in segments, how many of those are different, which operators are not, and how many
     bytes less are written and read since something is computed again.
