@@ -87,6 +87,8 @@ def reduce_scatter(out: Emitter, whole: fx.Node, spec: ShardSpec, axis: MeshAxis
         apart = out.emit(_aten.permute.default, _split(out, message, spec), order, like=whole)
         rows = [spec.num_ranks * spec.shard_shape[0], *spec.shard_shape[1:]]
         message = out.emit(_aten.reshape.default, apart, rows, like=whole)
+    if not node_meta.tensor(message).is_contiguous():  # torch 2.13 copies in the collective, 2.11 refuses it
+        message = out.emit(_aten.clone.default, message, like=whole, memory_format=torch.contiguous_format)
     start = out.emit(
         op_info.c10d.reduce_scatter_tensor.default, message, "sum", spec.num_ranks, axis.group, like=whole
     )  # fmt: skip

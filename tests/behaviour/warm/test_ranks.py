@@ -117,9 +117,10 @@ def test_wrapped_steps_start_warm_under_the_same_settings(pool2: Any, tmp_path: 
 
 
 def test_another_policy_of_types_is_another_step(pool2: Any, tmp_path: Path) -> None:
-    for plain, mixed in pool2.run(start_under, str(tmp_path), 8, ws.FSDP(), ws.FSDP(mp_policy=POLICY)):
-        assert mixed[1:] == (1, 0)
-        assert plain[0] != mixed[0]
+    ranks = pool2.run(start_under, str(tmp_path), 8, ws.FSDP(), ws.FSDP(mp_policy=POLICY))
+    assert [mixed[1:] for _, mixed in ranks] == [(1, 0)] * 2
+    # Three losses of one rank may be the same by chance.
+    assert [plain[0] for plain, _ in ranks] != [mixed[0] for _, mixed in ranks]
 
 
 def start_twice_with_room_for_one(folder: str) -> list[Any]:

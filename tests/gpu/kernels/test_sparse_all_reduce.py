@@ -142,22 +142,26 @@ def _train(step: Callable[..., Tensor], rank: int, *, ddp: bool = False) -> tupl
     return torch.stack(losses), dict(model.state_dict())
 
 
-def _trains() -> None:
+def _trains(dynamic: bool | None) -> None:
     world = ws.init()
     torch.cuda.set_device(world.device)
     assert WORDS * WIDTH * 8 >= LEAST_TABLE_BYTES
     assert Layout.of((WORDS, WIDTH), torch.float64, world.size).capacity < 200_000
-    step = ws.compile(train_step, backend="inductor")
+    step = ws.compile(train_step, backend="inductor", dynamic=dynamic)
     close(_train(step, world.rank), _train(train_step, world.rank, ddp=True))
+    if dynamic is None:
+        return  # one trace has numbers of rows as symbols
     assert step.explain().backend == GRAPH
     (start,) = step.graph.graph.find_nodes(op="call_function", target=ALL_REDUCE_ROWS_)
     assert "indices" in start.kwargs
     assert step.cache_info().traces == (3 if world.rank == world.size - 1 else 1)
 
 
-def test_ranks_train_as_eager_ddp_does_whatever_their_batches_are(nccl2: Any) -> None:
-    nccl2.run(_trains)
+@pytest.mark.parametrize("dynamic", [False, None])
+def test_ranks_train_as_eager_ddp_does_whatever_their_batches_are(nccl2: Any, dynamic: bool | None) -> None:
+    nccl2.run(_trains, dynamic)
 
 
-def test_four_ranks_do(nccl4: Any) -> None:
-    nccl4.run(_trains)
+@pytest.mark.parametrize("dynamic", [False, None])
+def test_four_ranks_do(nccl4: Any, dynamic: bool | None) -> None:
+    nccl4.run(_trains, dynamic)

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from wholestep.capture.python.code_owner import MADE_AT_RUN_TIME
+from wholestep.capture.python.code_owner import is_writable
 from wholestep.capture.python.container_views import is_dunder
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -136,7 +136,7 @@ class AttributeAccess:
 
 def is_observable(kind: type) -> bool:
     """Whether a class can be made to tell what its objects are asked for."""
-    return bool(kind.__flags__ & MADE_AT_RUN_TIME) and not issubclass(kind, types.ModuleType)
+    return is_writable(kind) and not issubclass(kind, types.ModuleType)
 
 
 def _looking(look: Callable[..., None], original: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-MADE_AT_RUN_TIME = 1 << 9
-"""Flag of classes that a ``class`` statement or a call has made. Those of C that lack it nobody can write to."""
+_IMMUTABLE, _ON_HEAP = 1 << 8, 1 << 9
+"""Flags of classes. Those of C lie on the heap as well in newer versions of Python, one module after another."""
 _PACKAGES = frozenset({"site-packages", "dist-packages"})
 """Folders into which packages are installed, wherever they lie."""
 
@@ -94,7 +94,12 @@ def is_library_class(kind: type) -> bool:
     found: Any = sys.modules.get(str(kind.__module__))
     for part in kind.__qualname__.split("."):
         found = getattr(found, part, None)
-    return found is kind or not kind.__flags__ & MADE_AT_RUN_TIME
+    return found is kind or not is_writable(kind)
+
+
+def is_writable(kind: type) -> bool:
+    """Whether a class can be given attributes: a ``class`` statement or a call has made it. Most of C cannot."""
+    return bool(kind.__flags__ & _ON_HEAP) and not kind.__flags__ & _IMMUTABLE
 
 
 def is_user_file(path: str) -> bool:

@@ -24,7 +24,6 @@ import torch.fx as fx
 from wholestep.capture.python import user_frame
 from wholestep.capture.python.attribute_access import HiddenThing
 from wholestep.capture.python.code_lines import user_of
-from wholestep.capture.python.code_owner import MADE_AT_RUN_TIME
 from wholestep.capture.python.tracing_thread import on_this_thread
 from wholestep.errors import CaptureError
 from wholestep.ir import node_meta
@@ -133,9 +132,11 @@ def _native_id(generator: torch.Generator) -> int:
 
 def why_hidden(thing: Any) -> str:
     """Why nobody can look at the state of a thing, an iterator of C or a variable of a context; "" if one can."""
-    kind = type(thing)
-    is_hidden = not kind.__flags__ & MADE_AT_RUN_TIME and (hasattr(kind, "__next__") or kind is ContextVar)
-    return "of which nobody can see where it stands" if is_hidden else ""
+    held = (vars(base) for base in type(thing).__mro__)
+    goes_on = next((names["__next__"] for names in held if "__next__" in names), None)
+    # One whose `__next__` is Python code has its state in attributes.
+    is_hidden = goes_on is not None and not isinstance(goes_on, types.FunctionType)
+    return "of which nobody can see where it stands" if is_hidden or isinstance(thing, ContextVar) else ""
 
 
 def hidden_error(one: HiddenThing, codes: Sequence[types.CodeType]) -> CaptureError:

@@ -94,17 +94,30 @@ def _along(channels: Tensor, x: Tensor) -> Tensor:
     return channels.view(-1, *[1] * (x.dim() - 2))
 
 
+class _Instead:
+    """A module with other things under some of its names."""
+
+    def __init__(self, module: Any, **others: Any) -> None:
+        self._module = module
+        vars(self).update(others)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
 @contextmanager
 def graph_batch_norms() -> Iterator[None]:
     """While open, SyncBatchNorm on this thread computes with `_Normalize`, and on a CPU too."""
     forward, of_extension = nn.SyncBatchNorm.forward, torch._C._get_privateuse1_backend_name
-    # It asks whether its input is on a device with torch's kernels, or on that of an extension.
+    # It asks whether its input is on a device with torch's kernels, or on that of an extension. Only its own file is
+    # told so: fake tensors of torch 2.11 ask the same, and would number the CPU.
     extension_is_cpu = on_this_thread(lambda: "cpu", of_extension)
+    told = _Instead(torch, _C=_Instead(torch._C, **{of_extension.__name__: extension_is_cpu}))
 
     def on_any_device(module: nn.SyncBatchNorm, x: Tensor) -> Tensor:
         if x.device.type != "cpu":
             return forward(module, x)
-        with patch.object(torch._C, of_extension.__name__, extension_is_cpu):
+        with patch.object(batchnorm, "torch", told):
             return forward(module, x)
 
     of_torch: Any = vars(batchnorm)["sync_batch_norm"]

@@ -277,6 +277,10 @@ def test_what_is_written_under_a_computed_name_is_seen_and_undone(write: Callabl
     assert not hasattr(thing, name)
 
 
+class Counting(itertools.count):  # type: ignore[type-arg]
+    """What is written in C, under another name."""
+
+
 def _nest() -> list[Any]:
     return functools.reduce(lambda inner, _: [inner], range(20), [1.0])  # type: ignore[return-value]
 
@@ -291,6 +295,7 @@ HIDDEN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
     "for": (lambda: iter([1.0, 2.0]), lambda it: next(one for one in it), "reaches thing, a list_iterator"),
     "zip": (lambda: iter([1.0, 2.0]), lambda it: next(zip([1], it, strict=True))[1], "reaches thing, a list_iterator"),
     "__next__": (lambda: itertools.count(1), lambda it: it.__next__(), "reaches thing, a count"),
+    "of a class": (lambda: Counting(1), lambda it: it.__next__(), "reaches thing, a Counting"),
     "a generator": (lambda: (one for one in (1.0, 2.0)), lambda it: it.send(None), "reaches thing, a generator"),
     "a context": (lambda: contextvars.ContextVar("weight", default=1.0), lambda it: it.get(), "a ContextVar"),
     "a large array": (lambda: np.ones(1 << 18), lambda it: float(it[0]), "2,097,152 bytes, too many"),
@@ -313,7 +318,7 @@ def test_what_nobody_can_see_is_refused_before_anything_is_taken(name: str) -> N
 
     with pytest.raises(ws.CaptureError, match=said):
         step(torch.ones(2, 3))
-    if name in ("for", "zip", "__next__", "a generator"):
+    if name in ("for", "zip", "__next__", "of a class", "a generator"):
         assert next(thing) == 1.0
     if name == "lru_cache":
         assert type(thing()) is Tensor
