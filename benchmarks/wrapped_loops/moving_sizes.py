@@ -9,7 +9,8 @@
 Each rank draws lengths of its own, from an eighth of the workload's length to all of it. All ways take the same batches
 by turns in one run. `first` is the wall time of the first batches, all compilation included; `ms` is the median of the
 batches behind them, whose wall time ends when the device is idle. `constant` are the same batches cut or padded to one
-length, as compiled for that alone. Losses are compared with those of the eager loop.
+length, as compiled for that alone; `padded` has each batch made longer, up to a multiple of 64 (`ws.compile(pad=)`),
+for the GPT alone, whose loss stays the same. Losses are compared with those of the eager loop.
 
 A library that prepares itself for each new length (cuDNN's attention) does so for whoever comes first. So the forward
 and backward of eager code see all lengths before, and no way pays for that.
@@ -37,9 +38,12 @@ from benchmarks.wrapped_loops.measure import SIZES, make_step, timed
 from wholestep.cli.workloads.reference_lm import LanguageModelSize, build
 
 MEASURED = 60
-WAYS = ("eager", "torch.compile", "graph", "inductor", "constant")
-BACKENDS = {"graph": "eager", "inductor": "inductor", "constant": "inductor"}
+WAYS = ("eager", "torch.compile", "graph", "inductor", "padded", "constant")
+BACKENDS = {"graph": "eager", "inductor": "inductor", "padded": "inductor", "constant": "inductor"}
 """Of our ways: the eager kernels in one graph, compiled segments, and those of one length alone."""
+MULTIPLE = 64
+PADS = {"x": ws.Pad(dim=1, multiple=MULTIPLE), "y": ws.Pad(dim=1, multiple=MULTIPLE, value=-100)}
+"""Of `padded`: no loss is taken behind a row, and no token before sees what comes later."""
 
 
 def batches(
@@ -97,7 +101,8 @@ def contender(way: str, model_name: str, size: LanguageModelSize, device: torch.
     if way not in BACKENDS:
         return step
     backend: Any = BACKENDS[way]
-    return ws.compile(step, backend=backend, fullgraph=True, dynamic=way != "constant")
+    pads = PADS if way == "padded" else None
+    return ws.compile(step, backend=backend, fullgraph=True, dynamic=way != "constant", pad=pads)
 
 
 def meet(model_name: str, size: LanguageModelSize, data: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:

@@ -46,10 +46,10 @@ class Pad:
             raise ConfigError(f"Pad(dim, multiple) wants a dim and a multiple of 1 or more, got {self!r}.")
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor with that dim longer; itself where it is a multiple already."""
+        """The tensor with that dim longer. Dense also where it is a multiple already: one layout has one trace."""
         more = -tensor.shape[self.dim] % self.multiple
         if not more:
-            return tensor
+            return tensor.contiguous()
         dims_behind = tensor.dim() - 1 - self.dim % tensor.dim()
         return torch.nn.functional.pad(tensor, (0, 0) * dims_behind + (0, more), value=self.value)
 

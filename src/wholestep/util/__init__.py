@@ -1,1 +1,1 @@
-"""Small helpers of Python; nothing here knows torch programs or imports another room."""
+"""Small helpers of Python and of torch; nothing here knows torch programs or imports another room."""

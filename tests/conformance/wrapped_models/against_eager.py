@@ -46,11 +46,17 @@ def inference(model: Any, *inputs: Any) -> Tensor:
 
 
 def against_eager(
-    build: Callable[[], Any], step: Step, batches: Sequence[tuple[Any, ...]], backend: Any = "auto"
+    build: Callable[[], Any],
+    step: Step,
+    batches: Sequence[tuple[Any, ...]],
+    backend: Any = "auto",
+    *,
+    computed: torch.dtype | None = None,
 ) -> ws.CompiledStep:
     """Calls `step(module, *batch)` for each batch, eagerly and as one graph, on modules that `build` makes alike.
 
     `build` makes the module the second time with the same random numbers. Gradients are dropped between calls.
+    `computed`: the type of products, where it is not that of the parameters.
     """
     made = []
     for _ in range(2):
@@ -63,8 +69,8 @@ def against_eager(
         expected = step(eager, *batch)
         rank_seed(number)
         given = compiled(ours, *batch)
-        expect_equal(f"result {number}", expected, given)
-        expect_equal(f"state {number}", state(eager), state(ours))
+        expect_equal(f"result {number}", expected, given, computed)
+        expect_equal(f"state {number}", state(eager), state(ours), computed)
         eager.zero_grad()
         ours.zero_grad()
     return compiled
@@ -77,22 +83,22 @@ def state(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def expect_equal(name: str, wanted: Any, got: Any) -> None:
+def expect_equal(name: str, wanted: Any, got: Any, computed: torch.dtype | None = None) -> None:
     """In every bit on CPUs; on GPUs up to the order in which kernels add."""
     if isinstance(wanted, dict):
         assert wanted.keys() == got.keys(), name
         for key in wanted:
-            expect_equal(f"{name}.{key}", wanted[key], got[key])
+            expect_equal(f"{name}.{key}", wanted[key], got[key], computed)
     elif isinstance(wanted, (list, tuple)):
         assert len(wanted) == len(got), name
         for index, (one, other) in enumerate(zip(wanted, got, strict=True)):
-            expect_equal(f"{name}[{index}]", one, other)
+            expect_equal(f"{name}[{index}]", one, other, computed)
     elif dataclasses.is_dataclass(wanted):
         assert type(wanted) is type(got), name
-        expect_equal(name, vars(wanted), vars(got))
+        expect_equal(name, vars(wanted), vars(got), computed)
     else:
         one, other = _part(wanted), _part(got)
-        assert equal(one, other), f"{name}: {_difference(one, other)}"
+        assert equal(one, other, computed), f"{name}: {_difference(one, other)}"
 
 
 def _difference(wanted: Any, got: Any) -> str:

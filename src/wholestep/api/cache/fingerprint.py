@@ -13,13 +13,14 @@ import torch
 
 from wholestep.api.cache.object_fingerprint import NotComparable, object_fingerprint
 from wholestep.api.cache.records import CacheContext, Fingerprint, Header, Line
-from wholestep.capture.guards.environment import Environment, source_digest, torch_switches
+from wholestep.capture.guards.environment import Environment, source_digest
 from wholestep.capture.reach.step_context import StepContext
 from wholestep.config import DDP, CommHook
 from wholestep.cost.calibration import calibrate
 from wholestep.runtime.distributed.world import World
 from wholestep.runtime.options import data_axes
 from wholestep.runtime.shared_costs import COSTS, host_fingerprint
+from wholestep.util.torch_switches import torch_switches
 
 
 def fingerprint_of(context: StepContext, cache_context: CacheContext) -> Fingerprint:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.guards.environment import torch_switches
 from wholestep.capture.guards.fast_guards import MODES, TENSORS, VERSIONED
 from wholestep.capture.guards.guards import Call, Guard
 from wholestep.capture.guards.tensor_layout import describe, difference, short_text
@@ -17,6 +16,7 @@ from wholestep.capture.python.snapshot import Snapshot, same
 from wholestep.capture.reach.module_hooks import GLOBAL_HOOKS
 from wholestep.capture.reach.train_state import Slot
 from wholestep.capture.scalars.varying_numbers import VaryingValue, identity, scalar_location
+from wholestep.util.torch_switches import torch_switches
 
 
 def modes() -> tuple[tuple[str, Any], ...]:

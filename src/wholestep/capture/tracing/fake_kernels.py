@@ -33,6 +33,7 @@ from wholestep.capture.python.user_frame import current_line
 from wholestep.capture.sizes.python_forms import PythonForms
 from wholestep.capture.sizes.size_symbols import SizeEnv
 from wholestep.errors import CaptureError
+from wholestep.util.torch_switches import torch_switches
 
 aten = torch.ops.aten
 
@@ -95,6 +96,7 @@ class LayoutFakeMode(FakeTensorMode):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        _forget_other_switches()
         self.raised: list[Exception] = []
         """What operators of the step have raised: fakes raise where tensors might not, or something else."""
         self._depth = 0
@@ -130,6 +132,19 @@ class LayoutFakeMode(FakeTensorMode):
         for one in written:
             one.item_memo = None
         return _laid_out(func, args, found)
+
+
+_switches: list[tuple[str, str]] = []
+"""Those under which fake tensors of this process were described last."""
+
+
+def _forget_other_switches() -> None:
+    """Drops what torch remembers of fake results where a switch is another one now: it remembers them by arguments
+    alone, and without cuDNN or MKLDNN a convolution has other strides."""
+    global _switches
+    if (now := torch_switches()) != _switches:
+        _switches = now
+        FakeTensorMode.cache_clear()
 
 
 def _on_one_host(kwargs: Any) -> Any:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
-from wholestep.capture.guards.environment import torch_switches
 from wholestep.capture.guards.state_guards import ContainerGuard
 from wholestep.capture.native import build
 from wholestep.capture.python import tree_util
+from wholestep.util.torch_switches import torch_switches
 
 WEIGHT_OF_LOSS = 1.0
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 
 import wholestep as ws
@@ -307,3 +308,18 @@ def test_memory_of_the_host_has_one_device() -> None:
     x = torch.arange(3.0)
     assert torch.equal(run(x)[0], step(x)[0])
     assert run(x)[1] is step(x)[1] is True
+
+
+def test_nothing_is_remembered_under_other_switches_of_torch() -> None:
+    """Whether a convolution is channels-last is up to cuDNN, and torch remembers what it said when that was on."""
+
+    def remembered() -> int:
+        LayoutFakeMode()
+        return FakeTensorMode.cache_info().size
+
+    with LayoutFakeMode() as mode:
+        x = mode.from_tensor(torch.ones(2, 3))
+        x + x
+    assert remembered()
+    with torch.backends.cudnn.flags(enabled=not torch.backends.cudnn.enabled):
+        assert not remembered()
