@@ -10,6 +10,7 @@ from typing import Any
 from wholestep.cost.cost_model import CostModel
 from wholestep.errors import ConfigError
 from wholestep.passes.comm.bucketing import Choose, bucket_gradients, choose_locally
+from wholestep.passes.comm.early_gathers import start_gathers_early
 from wholestep.passes.comm.gather_buckets import bucket_gathers
 from wholestep.passes.comm.grads_as_bucket_views import grads_as_bucket_views
 from wholestep.passes.comm.split_optimizer import split_optimizer
@@ -123,6 +124,9 @@ def passes_of(
         # After bucketing: one optimizer call on all parameters becomes one per bucket. Before scheduling, which starts
         # each of them as soon as its bucket has arrived.
         split_optimizer,
+        # After the split, before which each gather needs all reductions. Before scheduling, which keeps the order in
+        # which collectives start.
+        *([] if hold_updates else [partial(start_gathers_early, cost=cost)]),
         # After every pass that adds or splits nodes, since it gives all of them their place.
         partial(overlap_communication, cost=cost, hold_updates=hold_updates, bound_bytes=options.bound_bytes),
         # After scheduling: which values are alive together, and so what has to be recomputed, follows from the order.

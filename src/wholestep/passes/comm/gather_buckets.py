@@ -74,17 +74,28 @@ def _by_phase(program: Program) -> dict[str, list[fx.Node]]:
 def _in_order(program: Program, phase: str, starts: list[fx.Node], cost: CostModel) -> _Gathers:
     has_uses = phase in node_meta.COMPUTING_PHASES
     at_us, end_us = _times_us(program, starts, cost, has_uses=has_uses)
-    levels = _levels(program.graph)
+    levels, reductions = _levels(program.graph), _reductions(program) if not has_uses else {}
     ordered = starts[::-1] if has_uses else sorted(starts, key=at_us.__getitem__)
     return _Gathers(
         starts=ordered, sizes_bytes=[node_meta.num_bytes(node) for node in ordered],
         keys=[
-            (node_meta.tensor(node).dtype, node_meta.tensor(node).device, node.args[1:], levels[node])
+            (
+                node_meta.tensor(node).dtype, node_meta.tensor(node).device, node.args[1:], levels[node],
+                # One that waits for a later reduction would keep the others waiting.
+                max((reductions.get(name, -1) for name in _members(node)), default=-1),
+            )
             for node in ordered
         ],
         at_us=[end_us - at_us[node] if has_uses else at_us[node] for node in ordered], end_us=end_us,
         has_uses=has_uses,
     )  # fmt: skip
+
+
+def _reductions(program: Program) -> dict[str, int]:
+    """The number of the reduction that brings the gradient of each parameter."""
+    records = [node_meta.bucket(node) for node in program.graph.nodes if op_info.is_collective(node)]
+    brings = [record for record in records if record is not None and record.kind is not BucketKind.GATHER]
+    return {name: number for number, record in enumerate(brings) for name in record.members}
 
 
 def _levels(graph: fx.Graph) -> dict[fx.Node, tuple[int, int]]:
@@ -192,7 +203,7 @@ def _before_reductions(graph: fx.Graph) -> None:
             continue
         if earlier:
             order = graph_edit.positions(graph)
-            needed = _needed_since(node, earlier[0], order)
+            needed = needed_since(node, earlier[0], order)
             last = max((place for place, one in enumerate(earlier) if one in needed), default=-1)
             for first in earlier[last + 1 : last + 2]:
                 for one in sorted((*needed, node), key=order.__getitem__):
@@ -201,7 +212,7 @@ def _before_reductions(graph: fx.Graph) -> None:
         earlier = []
 
 
-def _needed_since(node: fx.Node, since: fx.Node, order: dict[fx.Node, int]) -> set[fx.Node]:
+def needed_since(node: fx.Node, since: fx.Node, order: dict[fx.Node, int]) -> set[fx.Node]:
     """What a node depends on, as far as it does not stand in front of `since`."""
     found, stack = set[fx.Node](), [node]
     while stack:

@@ -1,0 +1,86 @@
+"""Gathers of updated parameters between reductions: where they stand, and that numbers stay the same bits."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+import wholestep as ws
+from tests.unit.place.test_sharded import placed
+from tests.unit.runtime.verify.test_verify_sharded import PASSED, outcomes, verified
+from tests.unit.sharded_models import accumulate, train
+from wholestep.config import Strategy
+from wholestep.cost.cost_model import CostModel
+from wholestep.ir import node_meta, op_info
+from wholestep.ir.node_meta import BucketKind
+from wholestep.ir.verifier import verify
+from wholestep.passes.comm import early_gathers
+from wholestep.passes.default_passes import passes_of
+from wholestep.passes.pass_manager import run_passes
+
+COST = CostModel.default("cpu+gloo")
+
+
+def starts(step: Any, *, strategy: Strategy = ws.ZeRO(), hold_updates: bool = False) -> str:  # noqa: B008
+    """S for each reduction, G for each gather, in the order in which they start, in buckets of one parameter."""
+    passes = passes_of(cost=COST, hold_updates=hold_updates, bucket_bytes=1)
+    program = run_passes(placed(strategy, step=step), passes)
+    verify(program)
+    records = [node_meta.bucket(node) for node in program.graph.nodes if op_info.is_collective(node)]
+    return "".join("G" if one.kind is BucketKind.GATHER else "S" for one in records if one is not None)
+
+
+@pytest.fixture
+def takes_us(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets how long a collective is thought to take where gathers are placed."""
+    return lambda us: monkeypatch.setattr(early_gathers, "comm_us", lambda *_: us)
+
+
+def test_a_gather_follows_its_reduction_where_the_next_one_is_not_ready(takes_us: Any) -> None:
+    takes_us(1e-9)
+    assert starts(accumulate).startswith("SG")
+    assert starts(accumulate).endswith("SG")
+    assert starts(accumulate).count("G") == 6
+
+
+def test_no_reduction_waits_for_a_gather(takes_us: Any) -> None:
+    takes_us(1e9)
+    assert starts(accumulate) == "S" * 6 + "G" * 6
+
+
+def test_gathers_behind_a_norm_of_all_gradients_stay_at_the_end(takes_us: Any) -> None:
+    takes_us(1e-9)
+    assert starts(train) == "S" * 6 + "G" * 6
+
+
+def test_held_updates_stay_behind_all_reductions(takes_us: Any) -> None:
+    takes_us(1e-9)
+    assert starts(accumulate, hold_updates=True) == "S" * 6 + "G" * 6
+
+
+def test_gathers_of_the_computation_are_left(takes_us: Any) -> None:
+    takes_us(1e9)
+    before = starts(accumulate, strategy=ws.FSDP(reshard_after_forward=True))
+    takes_us(1e-9)
+    assert starts(accumulate, strategy=ws.FSDP(reshard_after_forward=True)) == before
+
+
+def test_buckets_of_gathers_end_where_those_of_reductions_do(takes_us: Any) -> None:
+    """Otherwise a gather would wait for a later reduction than most of what it brings."""
+    program = run_passes(placed(ws.ZeRO(), step=accumulate), passes_of(cost=COST, bucket_bytes=300))
+    records = [node_meta.bucket(node) for node in program.graph.nodes if op_info.is_collective(node)]
+    of = {kind: [set(one.members) for one in records if one is not None and one.kind is kind] for kind in BucketKind}
+    assert len(of[BucketKind.SCATTER]) > 1
+    for gather, scatter in itertools.product(of[BucketKind.GATHER], of[BucketKind.SCATTER]):
+        assert gather <= scatter or not gather & scatter
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw_foreach", "adamw_fused"])
+@pytest.mark.parametrize("ranks", [2, 3, (2, 2)])
+def test_numbers_are_those_of_the_placed_program(ranks: Any, optimizer: str, takes_us: Any) -> None:
+    takes_us(1e-9)
+    strategy = ws.ZeRO(bucket_bytes=1)
+    found = verified(strategy, width=7, optimizer=optimizer, step=accumulate, ranks=ranks)
+    assert outcomes(found) == PASSED, str(found)
