@@ -144,6 +144,12 @@ def is_prefetchable(node: fx.Node) -> bool:
     return record is not None and record.kind is BucketKind.GATHER and record.phase in COMPUTING_PHASES
 
 
+def brings_gradients(node: fx.Node) -> bool:
+    """Whether the node reduces gradients, as a bucket or alone."""
+    record = bucket(node)
+    return record is not None and record.kind is not BucketKind.GATHER
+
+
 def stands_for(node: fx.Node) -> str:
     """The name of the functional call that an in-place call has replaced; else the node's own name."""
     return str(node.meta.get(_STANDS_FOR, node.name))

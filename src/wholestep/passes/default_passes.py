@@ -111,8 +111,7 @@ def passes_of(
         # After dead code elimination, which makes equal arguments the same node. Before bucketing, so that no gradient
         # is reduced in two buckets.
         eliminate_common_subexpressions,
-        # Before anything is compressed, split or scheduled by bucket; while the graph is functional, since the readers
-        # of a gradient have to move after the last gradient of its bucket.
+        # Before anything is compressed, split or scheduled by bucket; while readers of gradients can move behind them.
         partial(
             bucket_gradients, cost=cost, bucket_bytes=bucket_bytes, choose=choose, choose_wire_format=wire_format,
             aligned=compress is None,
@@ -122,11 +121,9 @@ def passes_of(
         # After bucketing: it is buckets that are compressed. Before scheduling, which has to know what is really sent.
         *([compress] if compress is not None else []),
         # After bucketing: one optimizer call on all parameters becomes one per bucket. Before scheduling, which starts
-        # each of them as soon as its bucket has arrived.
+        # each of them as soon as its bucket has arrived, and keeps the order in which collectives start.
         split_optimizer,
-        # After the split, before which each gather needs all reductions. Before scheduling, which keeps the order in
-        # which collectives start.
-        *([] if hold_updates else [partial(start_gathers_early, cost=cost)]),
+        partial(start_gathers_early, cost=cost, hold_updates=hold_updates),
         # After every pass that adds or splits nodes, since it gives all of them their place.
         partial(overlap_communication, cost=cost, hold_updates=hold_updates, bound_bytes=options.bound_bytes),
         # After scheduling: which values are alive together, and so what has to be recomputed, follows from the order.

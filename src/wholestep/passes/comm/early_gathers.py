@@ -9,6 +9,8 @@ Before and after, with two buckets::
 Collectives start in one order, which is the same on every rank and which the scheduler keeps. As written, all gathers
 stand behind the last reduction, and would have nothing to hide behind.
 
+Before the optimizer is split by bucket, every gather needs all reductions.
+
 [Note: how early]
 A gather can start when the last reduction that it needs is over. It goes in front of the first reduction behind that
 one which would not have to wait for it, by predicted times. Those that fit nowhere stay at the end.
@@ -29,16 +31,17 @@ from wholestep.passes.analysis.task_graph import comm_us, sharing
 from wholestep.passes.comm.gather_buckets import needed_since
 
 
-def start_gathers_early(program: Program, *, cost: CostModel) -> Program:
+def start_gathers_early(program: Program, *, cost: CostModel, hold_updates: bool = False) -> Program:
     """The program with gathers that nothing in it uses in front of reductions that need not wait for them.
 
-    `cost`: predicted times; the same on every rank. A program without such gathers is left as it is.
+    `cost`: predicted times; the same on every rank. `hold_updates`: inputs are written behind the last collective, so
+    all gathers stay at the end. A program without such gathers is left as it is.
     """
     nodes = list(program.graph.nodes)
     starts = [node for node in nodes if op_info.is_collective(node)]
     gathers = [node for node in starts if _is_at_end(node)]
-    reductions = [node for node in starts if _brings_gradients(node)]
-    if not gathers or not reductions:
+    reductions = [node for node in starts if node_meta.brings_gradients(node)]
+    if hold_updates or not gathers or not reductions:
         return program
     needs = {node: _last_needed(node, reductions) for node in gathers}
     moved = 0
@@ -57,11 +60,6 @@ def start_gathers_early(program: Program, *, cost: CostModel) -> Program:
 def _is_at_end(node: fx.Node) -> bool:
     record = node_meta.bucket(node)
     return record is not None and record.kind is BucketKind.GATHER and record.phase not in node_meta.COMPUTING_PHASES
-
-
-def _brings_gradients(node: fx.Node) -> bool:
-    record = node_meta.bucket(node)
-    return record is not None and record.kind is not BucketKind.GATHER
 
 
 def _last_needed(gather: fx.Node, reductions: Sequence[fx.Node]) -> int:

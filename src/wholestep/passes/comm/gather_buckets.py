@@ -93,9 +93,9 @@ def _in_order(program: Program, phase: str, starts: list[fx.Node], cost: CostMod
 
 def _reductions(program: Program) -> dict[str, int]:
     """The number of the reduction that brings the gradient of each parameter."""
-    records = [node_meta.bucket(node) for node in program.graph.nodes if op_info.is_collective(node)]
-    brings = [record for record in records if record is not None and record.kind is not BucketKind.GATHER]
-    return {name: number for number, record in enumerate(brings) for name in record.members}
+    starts = [node for node in program.graph.nodes if op_info.is_collective(node)]
+    brings = filter(node_meta.brings_gradients, starts)
+    return {name: number for number, node in enumerate(brings) for name in _members(node)}
 
 
 def _levels(graph: fx.Graph) -> dict[fx.Node, tuple[int, int]]:

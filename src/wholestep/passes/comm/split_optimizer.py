@@ -31,7 +31,7 @@ from wholestep.passes.analysis.foreach_items import Masks
 
 def split_optimizer(program: Program) -> Program:
     """The program with foreach and fused optimizer calls split by bucket."""
-    starts = [node for node in program.graph.nodes if op_info.is_collective(node) and _brings_gradients(node)]
+    starts = [node for node in program.graph.nodes if op_info.is_collective(node) and node_meta.brings_gradients(node)]
     if len(starts) < 2:
         return program
     sources = {wait: 1 << number for number, start in enumerate(starts) for wait in op_info.waits(start)}
@@ -42,11 +42,6 @@ def split_optimizer(program: Program) -> Program:
             calls += 1
             parts += _split(program.graph, node, owner)
     return program.with_notes(f"{calls} calls on lists of parameters are {parts} now, one per bucket")
-
-
-def _brings_gradients(node: fx.Node) -> bool:
-    record = node_meta.bucket(node)
-    return record is not None and record.kind is not node_meta.BucketKind.GATHER
 
 
 def _owners(graph: fx.Graph, sources: dict[fx.Node, int]) -> dict[fx.Node, list[int]]:
