@@ -63,12 +63,17 @@ def _is_at_end(node: fx.Node) -> bool:
 
 
 def _last_needed(gather: fx.Node, reductions: Sequence[fx.Node]) -> int:
-    """The last reduction that a gather depends on, by its place; -1 for none."""
+    """The last reduction that a gather depends on, by its place; -1 for none.
+
+    One behind all of them where it depends on a call that keeps its order, such as a draw of random numbers.
+    """
     places = {node: place for place, node in enumerate(reductions)}
     seen, stack, last = {gather}, [gather], -1
     while stack:
         for arg in stack.pop().all_input_nodes:
             last = max(last, places.get(arg, -1))
+            if arg.op == "call_function" and not op_info.is_collective(arg) and op_info.has_effect(arg.target):
+                return len(reductions)
             if arg not in seen and arg not in places:
                 seen.add(arg)
                 stack.append(arg)
@@ -113,7 +118,7 @@ def _in_front(
     link: _Link,
 ) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
     """Each reduction with the gathers that go in front of it, in their order."""
-    waiting, over_us = deque(gathers), [0.0] * len(reductions)
+    waiting, over_us = deque(one for one in gathers if needs[one] < len(reductions)), [0.0] * len(reductions)
     for place, reduction in enumerate(reductions):
         early: list[fx.Node] = []
         while waiting and (last := needs[waiting[0]]) < place:

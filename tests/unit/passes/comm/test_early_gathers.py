@@ -6,11 +6,13 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import wholestep as ws
 from tests.unit.place.test_sharded import placed
 from tests.unit.runtime.verify.test_verify_sharded import PASSED, outcomes, verified
-from tests.unit.sharded_models import accumulate, train
+from tests.unit.sharded_models import accumulate, loss_of, train
 from wholestep.config import Strategy
 from wholestep.cost.cost_model import CostModel
 from wholestep.ir import node_meta, op_info
@@ -20,13 +22,16 @@ from wholestep.passes.comm import early_gathers
 from wholestep.passes.default_passes import passes_of
 from wholestep.passes.pass_manager import run_passes
 
+ZERO = ws.ZeRO()
 COST = CostModel.default("cpu+gloo")
 
 
-def starts(step: Any, *, strategy: Strategy = ws.ZeRO(), hold_updates: bool = False) -> str:  # noqa: B008
+def starts(
+    step: Any, *, strategy: Strategy = ZERO, optimizer: str = "adamw_foreach", hold_updates: bool = False
+) -> str:
     """S for each reduction, G for each gather, in the order in which they start, in buckets of one parameter."""
     passes = passes_of(cost=COST, hold_updates=hold_updates, bucket_bytes=1)
-    program = run_passes(placed(strategy, step=step), passes)
+    program = run_passes(placed(strategy, step=step, optimizer=optimizer), passes)
     verify(program)
     records = [node_meta.bucket(node) for node in program.graph.nodes if op_info.is_collective(node)]
     return "".join("G" if one.kind is BucketKind.GATHER else "S" for one in records if one is not None)
@@ -53,6 +58,25 @@ def test_no_reduction_waits_for_a_gather(takes_us: Any) -> None:
 def test_gathers_behind_a_norm_of_all_gradients_stay_at_the_end(takes_us: Any) -> None:
     takes_us(1e-9)
     assert starts(train) == "S" * 6 + "G" * 6
+
+
+def noisy(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    """Two draws that belong to parameters, and one to the whole step."""
+    (loss_of(model, x, y) + torch.rand(())).backward()
+    with torch.no_grad():
+        for param in list(model.parameters())[-2:]:
+            param.add_(torch.rand(()))
+    opt.step()
+    opt.zero_grad()
+
+
+def test_draws_of_an_update_keep_their_order(takes_us: Any) -> None:
+    """What is updated by a call on a list with what was drawn stays behind it."""
+    takes_us(1e-9)
+    assert starts(noisy) == "S" * 6 + "G" * 6
+    assert starts(noisy, optimizer="adamw_single") == "SSSGSGSGSGGG"
+    found = verified(ws.ZeRO(bucket_bytes=1), step=noisy)
+    assert outcomes(found)[:3] == PASSED[:3], str(found)
 
 
 def test_held_updates_stay_behind_all_reductions(takes_us: Any) -> None:
