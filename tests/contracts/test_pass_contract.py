@@ -181,5 +181,5 @@ def test_the_default_list_ends_scheduled(placed):
     assert after.stage is Stage.SCHEDULED
     assert [record.name for record in after.history] == [
         "eliminate_dead_code", "clean_up_rng", "eliminate_common_subexpressions", "bucket_gradients", "bucket_gathers",
-        "split_optimizer", "overlap_communication", "reinplace", "grads_as_bucket_views",
+        "split_optimizer", "start_gathers_early", "overlap_communication", "reinplace", "grads_as_bucket_views",
     ]  # fmt: skip
