@@ -2,6 +2,7 @@
 
     python benchmarks/overlap_model.py
     python benchmarks/overlap_model.py --workloads W1 --ranks 4 --links nvlink --json
+    python benchmarks/overlap_model.py --workloads W3 --ranks 4 --links nvlink --strategy zero
 
 Nothing is trained and no GPU is needed: each training is captured at its full size, in memory that is reserved and
 never touched, placed for N ranks, and every variant runs through the same passes with the default costs of an H200 and
@@ -18,9 +19,13 @@ Variants, which differ in nothing but the buckets, but for the last one:
               does it; each kernel's time is reckoned from what it reads and writes (`wholestep.cost.fusion_model`). On
               NVLink, up to 8 ranks, large reductions go by copies, as they would among the GPUs of a host
 
+Under ZeRO the second and third are left out, and there is another one:
+  gathers last  ours, with all gathers of updated parameters behind the last reduction
+
 Exit status 1 if ours exposes more than one of the others; if ours takes longer by more than the schedule's own
-tolerance (`passes.order.ABOUT_AS_FAST`: of orders about as fast the one with the least memory is taken); or if more
-than 2 % of the step are exposed for W2 or W3 on NVLink at 4 ranks. All rows take some five minutes on one core.
+tolerance (`list_scheduler.ABOUT_AS_FAST`: of orders about as fast the one with the least memory is taken); or if more
+than 2 % of the step are exposed for W2 or W3 on NVLink at 4 ranks under DDP. All rows take some five minutes on one
+core.
 """
 
 from __future__ import annotations
@@ -41,7 +46,7 @@ from wholestep.api.report.prediction import predict
 from wholestep.capture.capture import capture
 from wholestep.cli.suite.workloads import autocast_step
 from wholestep.cli.workloads.reference_lm import REFERENCE, LanguageModel, LanguageModelSize
-from wholestep.config import DDP
+from wholestep.config import DDP, Strategy, ZeRO
 from wholestep.cost.cost_model import CostModel
 from wholestep.cost.link_model import with_copies
 from wholestep.ir import node_meta, op_info
@@ -50,13 +55,14 @@ from wholestep.lower.inductor import segment_compiler
 from wholestep.lower.inductor_passes import copy_engine_wire_format, form_inductor_segments
 from wholestep.passes.comm.bucket_planner import Cuts, fixed_cuts
 from wholestep.passes.comm.bucketing import DDP_LIMITS_BYTES
+from wholestep.passes.comm.early_gathers import start_gathers_early
 from wholestep.passes.comm.fold_mean import fold_mean
 from wholestep.passes.comm.use_copy_engine import MIN_BYTES, use_copy_engine
 from wholestep.passes.comm.wire_dtype import narrow_wire_dtype
 from wholestep.passes.comm.wire_format import WireFormat, unchanged
 from wholestep.passes.default_passes import passes_of
 from wholestep.passes.memory.reinplace import reinplace
-from wholestep.passes.pass_manager import Pass, run_passes
+from wholestep.passes.pass_manager import Pass, pass_name, run_passes
 from wholestep.passes.rewrites.dead_code import eliminate_dead_code
 from wholestep.passes.rewrites.fuse_cross_entropy import fuse_cross_entropy
 from wholestep.passes.rewrites.fuse_gelu import fuse_gelu
@@ -64,12 +70,14 @@ from wholestep.passes.rewrites.matmul_out_dtype import widen_matmul_out_dtype
 from wholestep.passes.schedule.list_scheduler import ABOUT_AS_FAST
 from wholestep.passes.schedule.pack_scalars import pack_scalars
 from wholestep.passes.schedule.sink_waits import sink_waits
+from wholestep.place.shard_inputs import shard_inputs
 from wholestep.place.strategies import place
 
 LINKS = ("nvlink", "pcie", "ethernet25")
 RANKS = (2, 4, 8, 64)
 GPUS_OF_A_HOST = 8
-OURS, AS_PLACED, COMPILED = "ours", "as placed", "compiled"
+OURS, AS_PLACED, COMPILED, GATHERS_LAST = "ours", "as placed", "compiled", "gathers last"
+STRATEGIES: dict[str, Strategy] = {"ddp": DDP(), "zero": ZeRO()}
 LARGEST_SHARE = {("W2", 4, "nvlink"): 0.02, ("W3", 4, "nvlink"): 0.02}
 """What may be exposed at most, as a share of the step."""
 
@@ -133,13 +141,18 @@ def variants(placed: Program, cost: CostModel, *, by_copies: bool) -> dict[str, 
     def with_cuts(cuts: Cuts) -> tuple[CostModel, list[Pass]]:
         return cost, passes_of(cost=cost, choose=lambda gradients, plan: cuts)
 
+    by_size = {"25 MB": with_cuts(ddp), "one bucket": with_cuts({})}
+    last = [one for one in passes_of(cost=cost) if pass_name(one) != start_gathers_early.__name__]
     return {
         OURS: (cost, passes_of(cost=cost)),
-        "25 MB": with_cuts(ddp),
-        "one bucket": with_cuts({}),
+        **({GATHERS_LAST: (cost, last)} if _is_sharded(placed) else by_size),
         AS_PLACED: (cost, [eliminate_dead_code, partial(reinplace, hold_updates=False)]),
         COMPILED: compiled(cost, placed.mesh[0].size, by_copies=by_copies),
     }
+
+
+def _is_sharded(placed: Program) -> bool:
+    return any(record.shard is not None for record in placed.inputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,13 +174,16 @@ class Row:
         return self.exposed_us / self.step_us
 
 
-def rows_of(name: str, program: Program, ranks: Sequence[int], links: Sequence[str]) -> Iterator[Row]:
+def rows_of(
+    name: str, program: Program, ranks: Sequence[int], links: Sequence[str], strategy: Strategy
+) -> Iterator[Row]:
     """Every variant of a captured workload."""
     for size in ranks:
-        placed = place(program, DDP(), (MeshAxis(name="data", size=size, group="data"),))
+        axes = (MeshAxis(name="data", size=size, group="data"),)
+        placed = place(shard_inputs(program, strategy, axes), strategy, axes)
         for link in links:
             cost = CostModel.default(f"h200+{link}")
-            by_copies = link == "nvlink" and size <= GPUS_OF_A_HOST
+            by_copies = link == "nvlink" and size <= GPUS_OF_A_HOST and not _is_sharded(placed)
             for variant, (own, passes) in variants(placed, cost, by_copies=by_copies).items():
                 found = predict(run_passes(placed, passes), own)
                 yield Row(
@@ -189,7 +205,7 @@ def faults(rows: Iterable[Row]) -> list[str]:
                 found.append(f"{where}: ours exposes {ours.exposed_us:.0f} us, {other.variant} {other.exposed_us:.0f}")
             if ours.step_us > ABOUT_AS_FAST * other.step_us:
                 found.append(f"{where}: ours takes {ours.step_us:.0f} us, {other.variant} {other.step_us:.0f}")
-        for row in by_variant.values():
+        for row in by_variant.values() if GATHERS_LAST not in by_variant else ():
             if row.variant in (OURS, COMPILED) and row.share > LARGEST_SHARE.get(cell, 1.0):
                 found.append(
                     f"{where}: {row.share:.1%} of the step are exposed ({row.variant}), {LARGEST_SHARE[cell]:.0%} are "
@@ -218,14 +234,19 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def run(
-    workloads: dict[str, LanguageModelSize], ranks: Sequence[int], links: Sequence[str], *, tell: Callable[[str], None]
+    workloads: dict[str, LanguageModelSize],
+    ranks: Sequence[int],
+    links: Sequence[str],
+    strategy: Strategy,
+    *,
+    tell: Callable[[str], None],
 ) -> list[Row]:
     """All rows; `tell` is told what is being done."""
     rows: list[Row] = []
     for name, size in workloads.items():
         tell(f"{name}: capturing")
         program = captured(size)
-        for row in rows_of(name, program, ranks, links):
+        for row in rows_of(name, program, ranks, links, strategy):
             tell(f"{row.workload}, {row.ranks} ranks, {row.link}: {row.variant}")
             rows.append(row)
     return rows
@@ -237,13 +258,14 @@ def main() -> int:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--links", nargs="+", choices=LINKS, default=LINKS)
+    parser.add_argument("--strategy", choices=STRATEGIES, default="ddp")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
     options = parser.parse_args()
     if min(options.ranks) < 2:
         parser.error("--ranks wants numbers of at least 2: one rank sends nothing")
     with Console(stderr=True).status("starting") as status:
         workloads = {name: WORKLOADS[name] for name in options.workloads}
-        rows = run(workloads, options.ranks, options.links, tell=status.update)
+        rows = run(workloads, options.ranks, options.links, STRATEGIES[options.strategy], tell=status.update)
     wrong = faults(rows)
     if options.json:
         plain = [{**asdict(row), "share": row.share} for row in rows]

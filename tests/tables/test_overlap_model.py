@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import overlap_model
-from benchmarks.overlap_model import AS_PLACED, COMPILED, OURS, WORKLOADS, Row
+from benchmarks.overlap_model import AS_PLACED, COMPILED, GATHERS_LAST, OURS, WORKLOADS, Row
 from wholestep.cli.workloads.reference_lm import LanguageModel, LanguageModelSize
 
 TINY = LanguageModelSize(num_layers=1, width=64, num_heads=2, vocabulary=8192, length=32, rows=2)
@@ -48,6 +48,21 @@ def test_every_variant_is_simulated(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         assert by_variant[OURS]["exposed_us"] == min(row["exposed_us"] for row in by_variant.values())
         assert by_variant[AS_PLACED]["exposed_us"] > by_variant[OURS]["exposed_us"]
         assert all(0 <= row["exposed_us"] < row["step_us"] for row in by_variant.values())
+
+
+def test_gathers_between_reductions_expose_less(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of layers that are large enough to hide them."""
+    large = LanguageModelSize(num_layers=2, width=1024, num_heads=8, vocabulary=512, length=512, rows=16)
+    monkeypatch.setattr(overlap_model, "WORKLOADS", {"large": large})
+    arguments = ["--ranks", "4", "--links", "nvlink", "--strategy", "zero", "--json"]
+    monkeypatch.setattr(sys, "argv", ["overlap_model.py", *arguments])
+    assert overlap_model.main() == 0
+    by_variant = {row["variant"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert list(by_variant) == [OURS, GATHERS_LAST, AS_PLACED, COMPILED]
+    assert by_variant[OURS]["exposed_us"] < 0.8 * by_variant[GATHERS_LAST]["exposed_us"]
+    assert by_variant[OURS]["num_collectives"] == by_variant[GATHERS_LAST]["num_collectives"]
 
 
 def row(variant: str, **figures: float) -> Row:

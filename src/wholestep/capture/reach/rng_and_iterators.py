@@ -132,10 +132,9 @@ def _native_id(generator: torch.Generator) -> int:
 
 def why_hidden(thing: Any) -> str:
     """Why nobody can look at the state of a thing, an iterator of C or a variable of a context; "" if one can."""
-    held = (vars(base) for base in type(thing).__mro__)
-    goes_on = next((names["__next__"] for names in held if "__next__" in names), None)
-    # One whose `__next__` is Python code has its state in attributes.
-    is_hidden = goes_on is not None and not isinstance(goes_on, types.FunctionType)
+    ways = [vars(base)["__next__"] for base in type(thing).__mro__ if "__next__" in vars(base)]
+    # What is Python code has its state in attributes. It may call the one of C that it stands for.
+    is_hidden = not all(isinstance(one, types.FunctionType) for one in ways)
     return "of which nobody can see where it stands" if is_hidden or isinstance(thing, ContextVar) else ""
 
 

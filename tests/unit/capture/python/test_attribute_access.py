@@ -281,6 +281,13 @@ class Counting(itertools.count):  # type: ignore[type-arg]
     """What is written in C, under another name."""
 
 
+class Watched(Counting):
+    """The same behind a method of Python."""
+
+    def __next__(self) -> Any:
+        return super().__next__()
+
+
 def _nest() -> list[Any]:
     return functools.reduce(lambda inner, _: [inner], range(20), [1.0])  # type: ignore[return-value]
 
@@ -296,6 +303,7 @@ HIDDEN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
     "zip": (lambda: iter([1.0, 2.0]), lambda it: next(zip([1], it, strict=True))[1], "reaches thing, a list_iterator"),
     "__next__": (lambda: itertools.count(1), lambda it: it.__next__(), "reaches thing, a count"),
     "of a class": (lambda: Counting(1), lambda it: it.__next__(), "reaches thing, a Counting"),
+    "its method": (lambda: Watched(1), lambda it: it.__next__(), "reaches thing, a Watched"),
     "a generator": (lambda: (one for one in (1.0, 2.0)), lambda it: it.send(None), "reaches thing, a generator"),
     "a context": (lambda: contextvars.ContextVar("weight", default=1.0), lambda it: it.get(), "a ContextVar"),
     "a large array": (lambda: np.ones(1 << 18), lambda it: float(it[0]), "2,097,152 bytes, too many"),
@@ -318,7 +326,7 @@ def test_what_nobody_can_see_is_refused_before_anything_is_taken(name: str) -> N
 
     with pytest.raises(ws.CaptureError, match=said):
         step(torch.ones(2, 3))
-    if name in ("for", "zip", "__next__", "of a class", "a generator"):
+    if name in ("for", "zip", "__next__", "of a class", "its method", "a generator"):
         assert next(thing) == 1.0
     if name == "lru_cache":
         assert type(thing()) is Tensor

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.fx as fx
 from torch import Tensor, nn
 
 import wholestep as ws
@@ -39,8 +40,15 @@ def starts(
 
 @pytest.fixture
 def takes_us(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets how long a collective is thought to take where gathers are placed."""
-    return lambda us: monkeypatch.setattr(early_gathers, "comm_us", lambda *_: us)
+    """Sets how long gathers are thought to take where they are placed; reductions take no time."""
+
+    def time(gather_us: float) -> None:
+        def comm_us(node: fx.Node, *_: Any) -> float:
+            return 1e-9 if node_meta.brings_gradients(node) else gather_us
+
+        monkeypatch.setattr(early_gathers, "comm_us", comm_us)
+
+    return time
 
 
 def test_a_gather_follows_its_reduction_where_the_next_one_is_not_ready(takes_us: Any) -> None:
@@ -91,7 +99,7 @@ def test_gathers_of_the_computation_are_left(takes_us: Any) -> None:
     assert starts(accumulate, strategy=ws.FSDP(reshard_after_forward=True)) == before
 
 
-def test_buckets_of_gathers_end_where_those_of_reductions_do(takes_us: Any) -> None:
+def test_buckets_of_gathers_end_where_those_of_reductions_do() -> None:
     """Otherwise a gather would wait for a later reduction than most of what it brings."""
     program = run_passes(placed(ws.ZeRO(), step=accumulate), passes_of(cost=COST, bucket_bytes=300))
     records = [node_meta.bucket(node) for node in program.graph.nodes if op_info.is_collective(node)]
