@@ -265,6 +265,7 @@ class _Attempt:
         return TraceReads(
             kept_grads=frozenset(recorded.kept_grads),
             stepped=frozenset(state.index[one] for one in trace.stepped if one in state.index),
+            uses_grads=trace.uses_grads,
             written=written,
             opaque_leaves=context.arguments.opaque_leaves,
             scalars=portable_scalars(context.varying.places, context),

@@ -36,21 +36,26 @@ class Before:
     """What records change that may run again, as it was before them."""
 
     _generators: dict[torch.Generator, torch.Tensor] = field(default_factory=dict)
-    _written: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    _written: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = field(default_factory=dict)
 
-    def take(self, records: Iterable[Record], tensors: TensorTable) -> None:
-        """Takes up records that are about to run. Copies what they write to; buffers of norms, usually."""
+    def take(self, records: Iterable[Record], since: int, tensors: TensorTable) -> None:
+        """Takes up records that are about to run. Copies what they write to; buffers of norms, usually.
+
+        Values of the records from `since` on are no part of that: those records make them again.
+        """
         for record in records:
             for generator in _drawn_from(record):
                 if generator not in self._generators:
                     self._generators[generator] = generator.get_state()
-            written = [record.operands[number] for number in record.writes]
-            found = [tensors.externals[operand.key] for operand in written if operand.kind == EXTERNAL]
-            if isinstance(record.key.function, OpaqueModule):
-                found += record.key.function.written
-            for tensor in found:
-                if id(tensor) not in self._written:
-                    self._written[id(tensor)] = (tensor, tensor.detach().clone())
+            written = list(record.key.function.written) if isinstance(record.key.function, OpaqueModule) else []
+            for operand in record.writes_to:
+                if operand.kind == EXTERNAL:
+                    written.append(tensors.externals[operand.key])
+                elif operand.key < since and (found := tensors.if_alive((operand.key, operand.detail))) is not None:
+                    written.append(found)
+            for memory in (tensor.untyped_storage() for tensor in written):
+                if memory._cdata not in self._written:
+                    self._written[memory._cdata] = (memory, memory.clone())
 
     def states(self) -> States:
         """Where the generators stand now."""
@@ -61,9 +66,8 @@ class Before:
         now = self.states()
         for one, state in self._generators.items():
             one.set_state(state)
-        with torch.no_grad():
-            for tensor, values in self._written.values():
-                tensor.detach().copy_(values)
+        for memory, content in self._written.values():
+            memory.copy_(content)
         return now
 
 
@@ -90,7 +94,7 @@ class Forward:
     def take(self, records: Iterable[Record], path: Path, tensors: TensorTable) -> None:
         """Takes up records of a path that are about to run, too."""
         self.path = path
-        self.before.take(records, tensors)
+        self.before.take(records, self.since, tensors)
 
     def has_run(self) -> None:
         """What was taken up has run."""

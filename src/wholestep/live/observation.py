@@ -17,7 +17,7 @@ from wholestep.live.recording.freed_graphs import freed_graphs
 from wholestep.live.recording.handle import Handle
 from wholestep.live.recording.observer import Observer
 from wholestep.live.recording.path import BACKWARDS
-from wholestep.live.recording.record import Key, OutputMeta, Record, Value, is_constant, name_of
+from wholestep.live.recording.record import Key, Operand, OutputMeta, Record, Value, is_constant, name_of
 from wholestep.live.recording.snapshot import OptimizerSnapshot
 from wholestep.live.recording.structure import LEAF, Structure, flatten
 from wholestep.live.tensors import TensorTable
@@ -47,6 +47,8 @@ class Observation:
     """Whether another argument has another shape or type behind it, or is in a graph."""
     written: list[torch.Tensor]
     """Arguments that it has written to."""
+    writes_to: tuple[Operand, ...]
+    """All that the run knows on the memory of those."""
     writes_grads: bool
     """Whether arguments have other gradients behind it."""
     frees: frozenset[Value]
@@ -61,7 +63,7 @@ class Observation:
             self.structure, draws=self.draws, line=line,
             state_entries=0 if self.state is None else self.state.num_entries,
             writes=tuple(number for number, leaf in enumerate(leaves) if any(leaf is one for one in self.written)),
-            writes_grads=self.writes_grads, frees=self.frees, num_externals=num_externals,
+            writes_to=self.writes_to, writes_grads=self.writes_grads, frees=self.frees, num_externals=num_externals,
             is_pointwise=self.is_pointwise,
         )  # fmt: skip
 
@@ -76,12 +78,13 @@ def observe(
         result = execute(function, args, kwargs)
     results, structure = flat_result(function, result)
     joined = [leaf for leaf, kind in kinds if _has_joined(leaf, kind) and _is_in(leaf, results)]
+    written = [leaf for leaf, version, values in contents if _is_written(leaf, version, values)]
     return Observation(
         result=result, results=results, structure=structure,
         reads=observer.reads or not (_has_no_dict(structure) and all(_is_plain(one, leaves) for one in results)),
         draws=observer.draws, is_pointwise=observer.is_pointwise and optimizer is None, joined=joined,
         changes_kind=any(_kind(leaf) != kind and not _is_in(leaf, joined) for leaf, kind in kinds),
-        written=[leaf for leaf, version, values in contents if _is_written(leaf, version, values)],
+        written=written, writes_to=tensors.on_memory_of(written),
         writes_grads=any(one.is_leaf and _grad(one) != was for one, was in grads),
         frees=freed_graphs(tensors.alive()) if function in BACKWARDS else frozenset(),
         state=None if optimizer is None else OptimizerSnapshot.of(optimizer),

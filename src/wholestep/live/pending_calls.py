@@ -221,7 +221,7 @@ class PendingCalls(RecordedCalls, ABC):
         leaves = [tensors.externals[index] for index in plan.leaves]
         later = plan.wanted(path)
         before = Before()
-        before.take(path.records[slice(*span)], tensors)
+        before.take(path.records[slice(*span)], span[0], tensors)
         results = None
         has_grads = any(leaf.grad is not None for leaf in leaves)
         if self._agree_on_gradients is None or not has_grads:  # those of several ranks may be reduced already, or not

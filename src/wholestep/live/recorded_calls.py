@@ -12,7 +12,7 @@ from wholestep.live.observation import execute, flat_result
 from wholestep.live.opaque.modules import OpaqueModule
 from wholestep.live.recording.handle import fulfil
 from wholestep.live.recording.modes import under
-from wholestep.live.recording.path import Path
+from wholestep.live.recording.path import Path, asked_grads
 from wholestep.live.recording.record import EXTERNAL, NUMBER, VALUE, Operand, Read, Record, Value
 from wholestep.live.recording.snapshot import AsRecorded, OptimizerSnapshot, as_recorded
 from wholestep.live.recording.structure import unflatten
@@ -43,6 +43,7 @@ class RecordedCalls:
         return Path(
             tuple(self.records), tensors.described(), list(tensors.numbers), set(self.reads), tensors.sources(),
             {value for value, one in tensors.alive().items() if one.requires_grad},
+            asked_grads(self.records, tensors.had_grad),
         )  # fmt: skip
 
     def replay(self, number: int, handles: dict[Value, torch.Tensor], results: dict[Value, torch.Tensor]) -> None:

@@ -163,17 +163,18 @@ class Run(PendingCalls):
             record = self._next_record(key)
             if record is not None and self._is_changed(function, leaves):
                 self._run_pending(f"{name_of(function)} is called in another state than before")
-                record = record if self.candidates else None
-        if self.candidates:
-            if record is not None and not self._makes_state(record, leaves):
+            if self.candidates and record is not None and not self._makes_state(record, leaves):
                 return self._recorded(record, args, kwargs, leaves)
             if record is None and self._is_read(key):
                 self.tensors.forget_since(length)
                 return self._read(key, args, kwargs, leaves)
-            path, tensors = self.candidates[0], self.tensors
-            self._flush(
-                self._size_unknown or difference(key, len(self.records), path, tensors.externals, tensors.numbers)
-            )
+            if self.candidates:
+                path, tensors = self.candidates[0], self.tensors
+                self._flush(
+                    self._size_unknown or difference(key, len(self.records), path, tensors.externals, tensors.numbers)
+                )
+            self.tensors.forget_since(length)  # those of a backward that ran ahead have gone: all others count anew
+            return self._called(function, args, kwargs)
         record_or_none, result = self._observe(key, args, kwargs, leaves)
         if record_or_none is None:
             self.tensors.forget_since(length)

@@ -36,6 +36,8 @@ class TensorTable:
     def __init__(self, arguments: Iterable[Any]) -> None:
         """`arguments` are the flat arguments of the step, which are other tensors at every call."""
         self.externals: list[torch.Tensor] = []
+        self.had_grad: list[bool] = []
+        """Of each tensor from outside, whether it had a gradient when a call first used it."""
         self.numbers: list[int | float] = []
         self._arguments = [one for one in arguments if isinstance(one, torch.Tensor)]
         self._alive: list[torch.Tensor] = []
@@ -71,10 +73,15 @@ class TensorTable:
 
     def tensor_of(self, value: Value) -> torch.Tensor:
         """A value that a call is given now, so that it is alive."""
-        for reference, known in self._values.values():
-            if known == value and (tensor := reference()) is not None:
-                return tensor
-        raise KeyError(value)
+        found = self.if_alive(value)
+        if found is None:
+            raise KeyError(value)
+        return found
+
+    def if_alive(self, value: Value) -> torch.Tensor | None:
+        """A value, if somebody holds it."""
+        found = (reference() for reference, known in self._values.values() if known == value)
+        return next((tensor for tensor in found if tensor is not None), None)
 
     def handles(self) -> dict[Value, torch.Tensor]:
         """The handles that somebody holds, in the order of their calls."""
@@ -180,6 +187,7 @@ class TensorTable:
         start = len(self.externals)
         self.externals += new
         self._alive += new
+        self.had_grad += [one.grad is not None for one in new]
         self._index.update(zip(map(id, new), count(start), strict=False))
         self._blocks.append((start, new))
         return len(self.externals)
@@ -207,12 +215,13 @@ class TensorTable:
             copies = self.copies_shared and not tensor.requires_grad and self.is_shared(tensor)
             self.externals.append(tensor.clone() if copies else tensor)
             self._alive.append(tensor)
+            self.had_grad.append(tensor.is_leaf and tensor.grad is not None)
             self._storages.add(_storage(tensor))
         return index
 
     def matches(self, path: Path, fast: FastRecord, leaves: Sequence[Any]) -> bool:
         """Whether leaves are the operands of a record; takes them up if they are. False where it is not sure."""
-        num_externals, numbers = len(self.externals), len(self.numbers)
+        num_externals, numbers, asked = len(self.externals), len(self.numbers), path.had_grad
         for operand, leaf in zip(fast.operands, leaves, strict=True):
             kind, key = operand.kind, operand.key
             if kind is BLOCK:
@@ -224,12 +233,16 @@ class TensorTable:
                     break
             elif kind is EXTERNAL:
                 if key < len(self.externals):
+                    had = self.had_grad[key]
                     if self._alive[key] is not leaf:
                         break
-                elif path.externals[key] is not leaf or not leaf.requires_grad or id(leaf) in self._index:
+                elif not leaf.requires_grad or id(leaf) in self._index or not path.is_state(key, leaf):
                     break
                 else:
+                    had = leaf.grad is not None
                     self._external(leaf)
+                if asked and asked.get(key, had) is not had:
+                    break
             elif kind is NUMBER:
                 if type(leaf) not in (float, int) or not path.takes_number(key, leaf):
                     break
@@ -265,13 +278,28 @@ class TensorTable:
         for tensor in self._alive[num_externals:]:
             del self._index[id(tensor)]
             self._storages.discard(_storage(tensor))
-        del self.externals[num_externals:], self._alive[num_externals:], self.numbers[num_numbers:]
+        del self.externals[num_externals:], self._alive[num_externals:], self.had_grad[num_externals:]
+        del self.numbers[num_numbers:]
 
     def fits(self, path: Path, operand: Operand) -> bool:
         """Whether an operand of this run may stand where a path has its own."""
         if operand.kind == EXTERNAL:
-            return path.takes_external(operand.key, self.externals[operand.key])
+            index = operand.key
+            had = self.had_grad[index]
+            return path.takes_external(index, self.externals[index]) and path.had_grad.get(index, had) is had
         return operand.kind != NUMBER or path.takes_number(operand.key, self.numbers[operand.key])
+
+    def on_memory_of(self, tensors: Sequence[torch.Tensor]) -> tuple[Operand, ...]:
+        """The values that somebody holds and the tensors from outside that are on the memory of these, or are these."""
+        if not tensors:
+            return ()
+        memory = {_storage(one) for one in tensors if is_plain(one)}
+
+        def is_on_it(tensor: torch.Tensor) -> bool:
+            return any(tensor is one for one in tensors) or (is_plain(tensor) and _storage(tensor) in memory)
+
+        values = [Operand(VALUE, *value) for value, one in self.alive().items() if is_on_it(one)]
+        return (*values, *(Operand(EXTERNAL, index) for index, one in enumerate(self._alive) if is_on_it(one)))
 
     # Tensors that are others at every call.
 

@@ -236,3 +236,62 @@ def test_a_generator_that_is_seeded_behind_the_read_stays_so() -> None:
     compiled = Compiled()
     train_both(make, compiled=compiled)
     assert compiled.launches == 2 * (CALLS - 1)
+
+
+def writing(get: Callable[[Training], Tensor]) -> Callable[[Training], Step]:
+    """The first call computes the loss, a read; then something is written that the forward has read."""
+
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> Tensor:
+            out = training.model(x)
+            training.notes.append(out.detach().tolist())
+            get(training).mul_(0.5)
+            return training.update(paired(out))
+
+        return step
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "get",
+    [lambda training: training.model.first.weight.data, lambda training: training.model.first.weight.data[1:].view(-1)],
+    ids=["data", "part"],
+)
+def test_what_is_written_through_another_tensor_on_its_memory_is_put_back(get: Callable[[Training], Tensor]) -> None:
+    compiled = Compiled()
+    train_both(writing(get), compiled=compiled)
+    assert compiled.launches >= 2 * (CALLS - 1)
+
+
+def test_a_value_of_an_earlier_piece_that_a_forward_writes_to_is_put_back() -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> Tensor:
+            scale = training.model.last.bias.detach() * 2.0
+            training.notes.append(scale.item())  # what is recorded runs
+            out = training.model(x) * scale.view(-1).add_(1.0)
+            loss = paired(out)  # a read: the forward runs for its values
+            training.notes.append(scale)
+            return training.update(loss)
+
+        return step
+
+    train_both(make)
+
+
+def test_a_call_off_the_known_way_behind_a_backward_that_ran_ahead_is_noted_anew() -> None:
+    """The tensors that its backward brought are none of this run's by then; the call had counted on them."""
+
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> None:
+            training.notes.append(training.model.first.weight[0, 0].item())
+            training.opt.zero_grad()
+            loss = training.model(x).square().mean()
+            training.notes.append(loss.item())
+            loss.backward()
+            training.model.train(not training.model.training)
+            training.opt.step()
+
+        return step
+
+    train_both(make, calls=12)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -73,7 +74,7 @@ def test_a_parameter_that_a_read_gives_back_is_still_state() -> None:
 
         def step(x: Tensor) -> None:
             if next(calls) > 0:
-                training.model.last.bias.requires_grad_(not training.model.last.bias.requires_grad)
+                training.model.first.bias.requires_grad_(not training.model.first.bias.requires_grad)
             training.update(training.model(x).mean())
 
         return step
@@ -161,3 +162,60 @@ def test_what_one_call_gives_is_freed_together() -> None:
     compiled = Compiled()
     train_both(make, compiled=compiled)
     assert compiled.launches == CALLS - 1
+
+
+def test_a_parameter_that_is_frozen_between_calls_has_no_gradient_to_give() -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> None:
+            training.opt.zero_grad()
+            layer = training.model.first
+            torch.nn.functional.linear(x, layer.weight, layer.bias).square().mean().backward()
+            training.notes.append([None if p.grad is None else p.grad.sum() for p in training.model.parameters()])
+            training.opt.step()
+
+        return step
+
+    def between(training: Training, call: int) -> None:
+        if call in (3, 5, 6):
+            training.model.last.bias.requires_grad_(not training.model.last.bias.requires_grad)
+
+    train_both(make, between=between, calls=10)
+
+
+@pytest.mark.parametrize("behind_forward", [False, True])
+def test_whether_there_is_a_gradient_is_asked_at_every_call(behind_forward: bool) -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> None:
+            found = training.model(x) if behind_forward else None
+            training.notes.append([p.grad is None for p in training.model.parameters()])
+            out = training.model(x) if found is None else found
+            out.square().mean().backward()
+            training.opt.step()
+
+        return step
+
+    def between(training: Training, call: int) -> None:
+        if call in (3, 5, 6, 7):
+            training.opt.zero_grad()
+
+    compiled = Compiled()
+    train_both(make, between=between, calls=12, compiled=compiled)
+    assert compiled.launches >= 6
+
+
+def test_a_parameter_of_another_shape_is_another_way() -> None:
+    """Python looks at shapes of results that have not been computed yet."""
+
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> Tensor:
+            out = x @ training.model.first.weight.t()
+            training.notes.append(out.shape)
+            return out.detach()
+
+        return step
+
+    def between(training: Training, call: int) -> None:
+        if call == 3:
+            training.model.first.weight.data = torch.ones(2, 4)
+
+    train_both(make, between=between)

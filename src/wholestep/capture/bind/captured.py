@@ -64,6 +64,8 @@ class TraceReads:
     """Slots of parameters whose ``.grad`` is the tensor that it was when the call began."""
     stepped: frozenset[int]
     """Slots of parameters that had a gradient when an optimizer stepped."""
+    uses_grads: bool
+    """Whether a backward has left gradients, on top of those that were there, or Python has looked at some."""
     written: frozenset[int]
     """Slots that the graph writes to."""
     opaque_leaves: tuple[int, ...]

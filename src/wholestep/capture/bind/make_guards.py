@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.bind.captured import BindingSpec, GradSink, StateRef
+from wholestep.capture.bind.captured import BindingSpec, StateRef
 from wholestep.capture.functionalize.storage_resize import StorageSizes
 from wholestep.capture.guards import argument_guards, fast_guards, state_guards
 from wholestep.capture.guards.environment import environment_snapshot
@@ -16,7 +16,6 @@ from wholestep.capture.guards.guards import Guard, Guards
 from wholestep.capture.guards.size_guards import SizeConditions, SizedLayout, SizeGuard, any_size
 from wholestep.capture.guards.tensor_layout import describe, first_aliases
 from wholestep.capture.guards.value_guards import BranchGuard, MemoryGuard, StorageGuard, VaryingNumberGuard, sharing
-from wholestep.capture.python import code_names
 from wholestep.capture.python.snapshot import Snapshot
 from wholestep.capture.reach.module_hooks import GLOBAL_HOOKS
 from wholestep.capture.reach.step_context import StepContext
@@ -68,18 +67,9 @@ def _gradients_at_entry(spec: BindingSpec, context: StepContext) -> dict[int, bo
     state = context.state
     used = {one.slot for one in spec.inputs if isinstance(one, EntryGradSource)}
     used |= {one.slot for one in spec.leaves if isinstance(one, StateRef)}
-    makes = spec.reads.stepped or any(isinstance(one, GradSink) for one in spec.outputs)
-    asks = any(  # whether there is one may be all that the step asks
-        "grad" in code_names.names(code) for code in context.reachable.codes
-    )
-    if not (used or makes or asks):  # a forward alone
+    if not (used or spec.reads.uses_grads):  # a forward alone
         return {}
-    tensors = [slot.tensor for slot in state.params]
-    return {
-        id(one): one.grad is not None
-        for one in tensors
-        if asks or one.grad is None or state.index[id(one.grad)] in used
-    }
+    return {id(slot.tensor): slot.tensor.grad is not None for slot in state.params}
 
 
 def _argument_guards(context: StepContext, spec: BindingSpec, slots: Sequence[Slot]) -> tuple[Guard, ...]:

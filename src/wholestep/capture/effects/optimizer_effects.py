@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from wholestep.capture.python import tree_util
 from wholestep.capture.python.code_lines import writer_of
@@ -31,6 +32,38 @@ class _Change:
     now: Any
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """An optimizer, the containers in which it keeps its state and its groups, and what is in the groups."""
+
+    optimizer: Optimizer
+    state: dict[Any, Any]
+    param_groups: list[Any]
+    groups: tuple[dict[str, Any], ...]
+    params: tuple[tuple[Tensor, ...], ...]
+
+    @classmethod
+    def of(cls, opt: Optimizer) -> _Held:
+        groups = tuple(opt.param_groups)
+        return cls(opt, opt.state, opt.param_groups, groups, tuple(tuple(one["params"]) for one in groups))
+
+    def put_back(self) -> str:
+        """Puts all of it back. Says what was different; "" if nothing was."""
+        opt, name = self.optimizer, type(self.optimizer).__name__
+        moved = [[*map(id, group["params"])] for group in opt.param_groups] != [[*map(id, one)] for one in self.params]
+        holders = [opt.state, opt.param_groups, *opt.param_groups]
+        replaced = [*map(id, holders)] != [*map(id, (self.state, self.param_groups, *self.groups))]
+        opt.state, opt.param_groups = self.state, self.param_groups  # type: ignore[assignment]
+        self.param_groups[:] = self.groups
+        for group, params in zip(self.groups, self.params, strict=True):
+            group["params"][:] = params
+        if moved:
+            return f"The step changes which parameters {name} updates. Do that outside of the step."
+        if replaced:
+            return f"The step gives {name} other containers for its state (load_state_dict). Do it outside of the step."
+        return ""
+
+
 class OptimizerEffects:
     """Looks at the optimizers of a scene before a step runs, in the trace at its end, and behind the trace."""
 
@@ -38,10 +71,7 @@ class OptimizerEffects:
         self._state, self._codes = context.state, context.reachable.codes
         self._read = {id(watch.container): watch.lifted for watch in context.lifter.snapshots}
         self._before = {id(held): (held, dict(held)) for _, held in self._holders()}
-        self._groups = [
-            (opt, list(opt.param_groups), [list(group["params"]) for group in opt.param_groups])
-            for _, opt in context.state.optimizers
-        ]
+        self._held = [_Held.of(opt) for _, opt in context.state.optimizers]
         self._attributes = {id(vars(opt)) for _, opt in context.state.optimizers}
 
     def _holders(self) -> Iterator[tuple[Address, dict[Any, Any]]]:
@@ -103,7 +133,7 @@ class OptimizerEffects:
 
     def put_back(self) -> list[str]:
         """Behind the trace: puts everything back. Says what no graph would do again."""
-        problems = [problem for groups in self._groups if (problem := self._put_back_groups(*groups))]
+        problems = [problem for held in self._held if (problem := held.put_back())]
         for one in list(self._changes()):
             if not isinstance(one.now, Tensor) or isinstance(one.then, Tensor):
                 problems.append(self._problem(one))
@@ -113,16 +143,6 @@ class OptimizerEffects:
                 del held[key]
             held.update({key: one for key, one in before.items() if key not in kept})
         return problems
-
-    def _put_back_groups(self, opt: Any, groups: list[Any], params: list[list[Tensor]]) -> str:
-        """Puts back which groups an optimizer has, and whose parameters. Says what was different; "" if nothing was."""
-        found = [*map(id, opt.param_groups), *(id(one) for group in opt.param_groups for one in group["params"])]
-        if found == [*map(id, groups), *(id(one) for held in params for one in held)]:
-            return ""
-        opt.param_groups[:] = groups
-        for group, held in zip(groups, params, strict=True):
-            group["params"][:] = held
-        return f"The step changes which parameters {type(opt).__name__} updates. Do that outside of the step."
 
     def _problem(self, change: _Change) -> str:
         path = change.address.spelled(self._state)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -13,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
 from wholestep.capture.python import tree_util
+from wholestep.capture.python.tracing_thread import on_this_thread
+from wholestep.capture.python.user_frame import current_line
 from wholestep.capture.reach.reachable import Reachable
 from wholestep.errors import CaptureError, HyperparameterError
 from wholestep.ir.dtensor.shards import is_dtensor
@@ -185,9 +189,11 @@ class LazyState:
                     self._create(opt)
 
     def _create(self, opt: Optimizer) -> None:
-        fresh = [p for group in opt.param_groups for p in group["params"] if p.requires_grad and not opt.state.get(p)]
+        params = [param for group in opt.param_groups for param in group["params"]]
+        moved = [p for p in params if p.requires_grad or p.grad is not None]  # a frozen one is updated by what it has
+        fresh = [p for p in moved if not opt.state.get(p)]
         saved = [(p, p.grad) for p in fresh]
-        others = [(p, p.grad) for g in opt.param_groups for p in g["params"] if p.grad is not None and opt.state.get(p)]
+        others = [(p, p.grad) for p in moved if p.grad is not None and opt.state.get(p)]
         for param, _ in others:
             param.grad = None  # so that _init_group touches only the fresh ones
         try:
@@ -225,6 +231,29 @@ class LazyState:
                 opt.state[param]["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
             elif id(param) in known:
                 opt.state.pop(param, None)
+
+    @contextmanager
+    def watched(self, stepped: Set[int]) -> Iterator[None]:
+        """While open, whoever looks at the state of an optimizer that has not stepped so far is told of it.
+
+        `stepped` are ids of those that have, while they do. Raises CaptureError where the state is not there in truth.
+        """
+        waiting = {id(opt) for opt, _ in self.created}
+
+        def look(opt: Optimizer) -> Any:
+            if id(opt) in waiting and id(opt) not in stepped:
+                raise CaptureError(
+                    f"The step looks at the state of {type(opt).__name__} at {current_line()}, which has made no step "
+                    f"so far. For the graph it is made beforehand. Look at it outside of the step."
+                )
+            return vars(opt)["state"]
+
+        def put(opt: Optimizer, state: Any) -> None:
+            vars(opt)["state"] = state
+
+        original = lambda opt: vars(opt)["state"]  # noqa: E731
+        with patch.object(Optimizer, "state", property(on_this_thread(look, original), put), create=True):
+            yield
 
     def discard(self, used: Set[int] = frozenset()) -> None:
         """Removes created state but for that of parameters with an id in `used`, and that with a tensor whose id is."""

@@ -102,6 +102,14 @@ class LayoutFakeMode(FakeTensorMode):
         self._depth = 0
         self.forms = PythonForms()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayoutFakeMode:
+        """Itself: a copy of a fake tensor is of the same mode.
+
+        Otherwise ``copy.deepcopy(opt.state_dict())`` in a step copies all that the mode holds, weak references to
+        storages among it, of which each copy frees the same one: the heap was corrupted, and nothing said so.
+        """
+        return self
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What the operator gives, with the strides of the kernel."""
         self._depth += 1

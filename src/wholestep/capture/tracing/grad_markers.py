@@ -14,10 +14,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.fx as fx
 
+from wholestep.capture.python.tracing_thread import on_this_thread
 from wholestep.capture.wrappers import ddp
 from wholestep.ir import graph_edit, op_info
 
@@ -99,3 +101,23 @@ class GradMarkers:
                 grad.copy_(marked)
         else:
             param.grad = marked
+
+
+@contextmanager
+def gradients_watched(note: Callable[[], None]) -> Iterator[None]:
+    """While open, `note` is called whenever Python of this thread reads, sets or deletes the ``.grad`` of a tensor.
+
+    torch has no hook for it, and a mode of torch's functions would have `nn.MultiheadAttention` leave its fast path.
+    """
+    slot: Any = torch._C.TensorBase.grad
+
+    def noted(access: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*args: Any) -> Any:
+            note()
+            return access(*args)
+
+        return on_this_thread(noting, access)
+
+    attribute = property(noted(slot.__get__), noted(slot.__set__), noted(slot.__delete__))
+    with patch.object(torch.Tensor, "grad", attribute, create=True):
+        yield

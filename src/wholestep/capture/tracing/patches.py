@@ -81,8 +81,14 @@ class Recorders:
     ranks: RankSymbols
     groups: ProcessGroupRecorder
     stepped: SteppedOptimizers
+    uses_grads: bool = False
+    """Whether a backward has left gradients so far, or Python has looked at some."""
     host: HostValues | None = None
     """Numbers of the host, while the step runs."""
+
+    def note_gradient(self) -> None:
+        """Python has looked at a gradient."""
+        self.uses_grads = True
 
 
 def make_recorders(context: StepContext) -> Recorders:
@@ -167,6 +173,7 @@ def _marking_backward(original: Engine, state: TrainState, recorders: Recorders)
     def run(tensors: Any, grads: Any, keep: Any, create: Any, inputs: Any, *rest: Any, **kw: Any) -> Any:
         with recorders.origins.backward():
             result = original(tensors, grads, keep, create, inputs, *rest, **kw)
+            recorders.uses_grads |= bool(kw.get("accumulate_grad"))
             if kw.get("accumulate_grad") or create:
                 return result
             # torch.autograd.grad gives gradients without accumulating them: they are final here.

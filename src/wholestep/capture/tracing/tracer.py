@@ -31,6 +31,7 @@ from wholestep.capture.sizes.size_symbols import SizeEnv
 from wholestep.capture.tracing import new_parameters
 from wholestep.capture.tracing.backward_engine import leaves_behind
 from wholestep.capture.tracing.call_watch import calls_watched
+from wholestep.capture.tracing.grad_markers import gradients_watched
 from wholestep.capture.tracing.patches import make_recorders, patched
 from wholestep.capture.tracing.tensor_swap import ENTRY_MARK, swapped
 from wholestep.errors import CaptureError
@@ -80,6 +81,8 @@ class Trace:
     stepped: set[int]
     """ids of parameters that had a gradient when an optimizer stepped."""
     stepped_optimizers: set[int]
+    uses_grads: bool
+    """Whether a backward has left gradients, which may be gone by now, or Python has looked at some."""
     ranks: list[Rank]
     """The groups of this process, whose numbers are the last placeholders."""
     foreign: list[torch.Tensor]
@@ -149,7 +152,8 @@ class Tracer:
             labels=self._labels, fakes=[*fakes, *recorders.ranks.symbols], known=self._known, mode=recorders.mode,
             sizes=recorders.sizes,
             recorded=recorded[0], storages=recorders.storages, stepped=recorders.stepped.params,
-            stepped_optimizers=recorders.stepped.optimizers, ranks=ranks, foreign=_undiscovered(module),
+            stepped_optimizers=recorders.stepped.optimizers, uses_grads=recorders.uses_grads,
+            ranks=ranks, foreign=_undiscovered(module),
         )  # fmt: skip
 
     def _make_fakes(self) -> list[torch.Tensor]:
@@ -223,7 +227,9 @@ class Tracer:
         places, flags = [place_of(real) for real in self._reals], TensorFlags(self._state.slots, codes)
         args, kwargs = self._context.arguments.traced()
         arguments = self._arguments = ArgumentWrites(args, kwargs, codes)
-        with calls_watched(), self._context.attributes.observed():
+        grads = gradients_watched(self._recorders.note_gradient)
+        states = self._context.lazy.watched(self._recorders.stepped.optimizers)
+        with calls_watched(), self._context.attributes.observed(), grads, states:
             result = step(*args, **kwargs)
         if self._context.attributes.found:
             raise AttributesFound

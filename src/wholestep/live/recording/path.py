@@ -10,7 +10,17 @@ from typing import Any
 import torch
 
 from wholestep.live.recording.fast_match import FastRecord, fast_record
-from wholestep.live.recording.record import EXTERNAL, NUMBER, VALUE, Description, Operand, Read, Record, Value
+from wholestep.live.recording.record import (
+    EXTERNAL,
+    NUMBER,
+    VALUE,
+    Description,
+    Operand,
+    Read,
+    Record,
+    StateKind,
+    Value,
+)
 
 MAX_PATHS = 8
 """Of one step. The one that was used longest ago goes."""
@@ -19,6 +29,16 @@ VARIES, SIZE_VARIES = object(), object()
 """In the place of a float, and of an int, that is another one in every call."""
 
 BACKWARDS = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+
+_ATTRIBUTES: Any = torch._C.TensorBase
+_GRADIENT_OF = (_ATTRIBUTES.grad.__get__, _ATTRIBUTES._grad.__get__)
+
+
+def asked_grads(records: Sequence[Record], had_grad: Sequence[bool]) -> dict[int, bool]:
+    """By number of the tensors from outside whose ``.grad`` records ask for, whether they had one at first."""
+    asked = (one.operands[0] for one in records if one.key.function in _GRADIENT_OF)
+    return {one.key: had_grad[one.key] for one in asked if one.kind == EXTERNAL}
 
 
 @dataclass(slots=True, eq=False)
@@ -35,12 +55,17 @@ class Path:
     """Which tensor among the arguments of the step each one from outside is; None if it is none."""
     alive: set[Value] = field(default_factory=set)
     """Values with a graph that somebody held behind a call of the step."""
+    had_grad: dict[int, bool] = field(default_factory=dict)
+    """Of the tensors from outside whose ``.grad`` Python looks at, and finds None or not by what it was when the call
+    began: whether they had one then."""
     sized: frozenset[int] = field(init=False, default=frozenset())
     """The records whose outputs have sizes that follow from sizes or numbers which are others in every call."""
     all_sizes: dict[int, Any] = field(init=False, default_factory=dict)
     """By record its `AllSizes`, None where there are none; see `live/shape_inference.py`."""
     seen_outputs: dict[Any, Record | str] = field(init=False, default_factory=dict)
     """Such records for sizes that were met, or why there is none; see `live/shape_inference.py`."""
+    kinds: list[StateKind | None] = field(init=False)
+    """Of the tensors from outside that are state: what else than their numbers decides what calls give."""
     freed: list[set[Value]] = field(init=False)
     """By number of records: the values whose graph a backward among them was seen to free, and what was computed of
     those."""
@@ -50,12 +75,15 @@ class Path:
 
     def __post_init__(self) -> None:
         self.freed = _freed(self.records)
+        self.kinds = [StateKind.of(one) if isinstance(one, torch.Tensor) else None for one in self.externals]
         self.fast_records = [fast_record(record, BACKWARDS) for record in self.records]
 
     def merge(self, other: Path) -> bool | None:
         """Takes up what is different in a run with equal records; whether anything was. None: it is another path."""
         others = _of_other_sizes(self.records, other.records)
         if others is None or len(self.externals) != len(other.externals):
+            return None
+        if any(None not in pair and pair[0] != pair[1] for pair in zip(self.kinds, other.kinds, strict=True)):
             return None
         externals = [_common(mine, theirs) for mine, theirs in zip(self.externals, other.externals, strict=True)]
         if None in [one for one in externals if not isinstance(one, torch.Tensor)]:
@@ -70,7 +98,12 @@ class Path:
             self.all_sizes.clear()
             self.seen_outputs.clear()
         self.externals = [one for one in externals if one is not None]
+        self.kinds = [
+            kind if isinstance(one, torch.Tensor) else None
+            for kind, one in zip(self.kinds, self.externals, strict=True)
+        ]
         self.numbers = numbers
+        self.had_grad = {one: had for one, had in self.had_grad.items() if other.had_grad[one] is had}
         self.reads |= other.reads
         self.alive |= other.alive
         self.sources = [
@@ -81,7 +114,13 @@ class Path:
     def takes_external(self, index: int, tensor: torch.Tensor) -> bool:
         """Whether a tensor may be the one from outside with this number."""
         known = self.externals[index]
-        return known is tensor or (type(known) is Description and known.takes(Description.of(tensor)))
+        if type(known) is Description:
+            return known.takes(Description.of(tensor))
+        return self.is_state(index, tensor)
+
+    def is_state(self, index: int, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is the one from outside with this number, and of the kind that it was."""
+        return self.externals[index] is tensor and self.kinds[index] == StateKind.of(tensor)
 
     @property
     def keeps_graph(self) -> bool:

@@ -111,6 +111,8 @@ class Record:
     """Of the step of an optimizer: how many things the optimizer's state held behind it; else 0."""
     writes: tuple[int, ...] = field(compare=False)
     """Leaves of its arguments that it has written to."""
+    writes_to: tuple[Operand, ...] = field(compare=False)
+    """The values and tensors from outside on the memory of those leaves, as a parameter is of its ``data``."""
     writes_grads: bool = field(compare=False)
     """Whether it has changed the gradients of its arguments, and is no backward."""
     line: str = field(compare=False)
@@ -172,6 +174,20 @@ class Description:
         if shape == self.shape:
             return self if self.has_moving_dims else None
         return replace(self, shape=shape, stride=None)
+
+
+class StateKind(NamedTuple):
+    """What Python may have changed of a parameter or a buffer between calls, besides its numbers."""
+
+    requires_grad: bool
+    shape: torch.Size
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> StateKind:
+        """Of a tensor from outside. Asked once a call of the step for each."""
+        return cls(tensor.requires_grad, tensor.shape, tensor.dtype, tensor.stride())
 
 
 @dataclass(frozen=True, slots=True)

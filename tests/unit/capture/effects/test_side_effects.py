@@ -199,3 +199,12 @@ def test_a_step_that_sets_itself_up_is_one_graph_as_the_first_of_a_process(monke
     compiled = ws.compile(step, backend="eager", fullgraph=True)
     assert [compiled(torch.ones(2)) for _ in range(2)]
     assert trainer.last == "set up"
+
+
+def test_the_containers_of_an_optimizer_are_put_back() -> None:
+    trainer = Trainer()
+    state, groups = trainer.opt.state, trainer.opt.param_groups
+    with pytest.raises(HyperparameterError, match="other containers for its state"), around(trainer):
+        trainer.opt.load_state_dict(trainer.opt.state_dict())
+    assert trainer.opt.state is state
+    assert trainer.opt.param_groups is groups

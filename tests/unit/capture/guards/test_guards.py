@@ -18,6 +18,7 @@ import wholestep as ws
 from wholestep.capture.guards.state_guards import ContainerGuard
 from wholestep.capture.native import build
 from wholestep.capture.python import tree_util
+from wholestep.live.opaque.functions import clear_grads
 from wholestep.util.torch_switches import torch_switches
 
 WEIGHT_OF_LOSS = 1.0
@@ -520,3 +521,34 @@ def test_a_step_that_asks_whether_there_is_a_gradient_is_asked_again(kind: str) 
         assert torch.equal(step(x), layer(x) * 2)
         layer.zero_grad()
         assert torch.equal(step(x), layer(x))
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_gradients_that_come_and_go_within_a_step_depend_on_those_before_it(kind: str, clears: bool) -> None:
+    """Nothing is left that names a gradient: what is there when a call begins has to be used and cleared."""
+    layer = nn.Linear(2, 1)
+    clear = partial(clear_grads, list(layer.parameters()), True)
+
+    def call(x: Tensor) -> None:
+        if not clears:
+            layer(x).sum().backward()
+        clear()
+
+    step = ws.compile(call, backend="eager", fullgraph=True)
+    x = torch.ones(1, 2)
+    for number in range(6):
+        if number in (2, 3, 5):
+            for param in layer.parameters():
+                param.grad = torch.ones_like(param)
+        step(x)
+        assert [param.grad for param in layer.parameters()] == [None, None]
+    assert step.cache_info().traces == 2
+
+
+def test_a_forward_alone_does_not_ask_for_gradients(kind: str) -> None:
+    layer = nn.Linear(2, 1)
+    step = ws.compile(lambda x: layer(x).detach(), backend="eager", fullgraph=True)
+    for number in range(4):
+        layer.weight.grad = torch.ones(1, 2) if number % 2 else None
+        step(torch.ones(1, 2))
+    assert step.cache_info().traces == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -202,3 +203,50 @@ def test_a_loose_tensor_that_was_frozen_keeps_no_gradient_that_the_step_clears()
     weights[1].requires_grad_(False)
     step(torch.ones(3))
     assert [weight.grad is None for weight in weights] == [False, True]
+
+
+def test_a_frozen_parameter_with_a_gradient_gets_no_state_that_nobody_uses() -> None:
+    model = nn.Linear(4, 2)
+    opt = adam(model)
+    model.bias.requires_grad_(False).grad = torch.ones(2)
+    step = ws.compile(lambda x: (opt.param_groups[0]["lr"], model(x).sum().detach())[1], backend="eager")
+    step(X)
+    assert not opt.state
+    assert torch.equal(model.bias.grad, torch.ones(2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("fullgraph", "may_go_live"), [(False, True), (True, False)])
+def test_a_step_that_looks_at_state_before_there_is_any(fullgraph: bool, may_go_live: bool) -> None:
+    model, twin = nn.Linear(4, 2), nn.Linear(4, 2)
+    opts = [adam(model), adam(twin)]
+
+    def make(model: nn.Linear, opt: torch.optim.Optimizer) -> Callable[[Tensor], int]:
+        def step(x: Tensor) -> int:
+            known = len(opt.state)
+            model(x).sum().backward()
+            opt.step()
+            opt.zero_grad()
+            return known
+
+        return step
+
+    step, wanted = ws.compile(make(model, opts[0]), backend="eager", fullgraph=fullgraph), make(twin, opts[1])
+    if fullgraph:
+        with pytest.raises(ws.CaptureError, match=r"looks at the state of Adam at .*, which has made no step so far"):
+            step(X)
+        assert not opts[0].state
+        return
+    assert [step(X) for _ in range(3)] == [wanted(X) for _ in range(3)] == [0, 2, 2]
+
+
+def test_state_is_there_for_who_looks_behind_the_first_step() -> None:
+    model = nn.Linear(4, 2)
+    opt = adam(model)
+
+    def call(x: Tensor) -> int:
+        model(x).sum().backward()
+        opt.step()
+        opt.zero_grad()
+        return len(opt.state)
+
+    assert ws.compile(call, backend="eager", fullgraph=True)(X) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -323,3 +324,35 @@ def test_nothing_is_remembered_under_other_switches_of_torch() -> None:
     assert remembered()
     with torch.backends.cudnn.flags(enabled=not torch.backends.cudnn.enabled):
         assert not remembered()
+
+
+def test_a_copy_of_a_fake_tensor_is_of_the_same_mode() -> None:
+    """A mode that is copied frees the memory of others: weak references to storages count themselves."""
+    mode = LayoutFakeMode()
+    fake = mode.from_tensor(torch.ones(2))
+    assert copy.deepcopy(mode) is mode
+    assert copy.deepcopy(vars(fake))["fake_mode"] is mode
+
+
+@pytest.mark.parametrize("may_go_live", [True])
+def test_a_step_may_copy_the_state_of_its_optimizer(may_go_live: bool) -> None:
+    models = [nn.Linear(2, 1) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+
+    def make(model: nn.Linear) -> Callable[[Tensor], None]:
+        opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def step(x: Tensor) -> None:
+            model(x).sum().backward()
+            opt.step()
+            opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+            opt.zero_grad()
+
+        return step
+
+    wanted, step = make(models[0]), ws.compile(make(models[1]), backend="eager")
+    for _ in range(3):
+        x = torch.randn(3, 2)
+        wanted(x)
+        step(x)
+    assert torch.equal(models[0].weight, models[1].weight)
