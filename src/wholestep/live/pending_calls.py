@@ -87,13 +87,24 @@ class PendingCalls(RecordedCalls, ABC):
 
     def _run_piece(self, span: tuple[int, int], new: tuple[int, int]) -> str:
         """Runs one piece, of whose records the `new` ones have not run yet. Returns why not."""
-        alive = self._handles(span[1])
-        results = self._launched(PieceSpec(span, tuple(alive)))
+        alive, written = self._handles(span[1]), self._written_again(span, new)
+        results = self._launched(PieceSpec(span, (*written, *alive)))
         if results is None:
             return _NO_PIECE
         self._fulfil(alive, results)
+        with torch.no_grad():
+            for tensor, result in zip(written.values(), results, strict=True):
+                tensor.copy_(result)
         self._has_run(new)
         return ""
+
+    def _written_again(self, span: tuple[int, int], new: tuple[int, int]) -> dict[Value, torch.Tensor]:
+        """Values of records that run again, held with what they were, to which the `new` records write."""
+        if span == new:
+            return {}
+        written = {(one.key, one.detail) for record in self.records[slice(*new)] for one in record.writes_to}
+        alive = self.tensors.alive().items()
+        return {value: one for value, one in alive if value in written and span[0] <= value[0] < new[0]}
 
     def _has_run(self, span: tuple[int, int]) -> None:
         self._started = span[1]

@@ -279,6 +279,40 @@ def test_a_value_of_an_earlier_piece_that_a_forward_writes_to_is_put_back() -> N
     train_both(make)
 
 
+@pytest.mark.parametrize("kept", ["value", "view", "array"])
+def test_a_value_that_is_written_to_behind_a_read_is_written_where_it_is_held(kept: str) -> None:
+    """The forward runs again with its backward, and makes the value anew, which somebody holds by then."""
+
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> None:
+            out = training.model(x)
+            average = out.detach().mean(0) * 0.5
+            held = {"value": average, "view": average.view(1, 1), "array": average}[kept]
+            training.notes.append(float(average))
+            average.mul_(0.9)
+            training.notes.append(held.numpy() if kept == "array" else held)
+            training.update(paired(out))
+            average.add_(1.0)
+
+        return step
+
+    train_both(make, calls=8)
+
+
+def test_an_output_that_is_written_to_behind_a_read_is_written_where_it_is_held() -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> Tensor:
+            out = training.model(x) * 2.0
+            training.notes.append(out.sum().item())
+            out.mul_(0.5)
+            training.update(paired(out))
+            return out.detach()
+
+        return step
+
+    train_both(make, calls=8)
+
+
 def test_a_call_off_the_known_way_behind_a_backward_that_ran_ahead_is_noted_anew() -> None:
     """The tensors that its backward brought are none of this run's by then; the call had counted on them."""
 
