@@ -26,6 +26,8 @@ ANYWHERE: Rules = {
         "model.first.weight[0, 0].item()", "sum(h for h in history if isinstance(h, float)) % 1.0",
         "max((len(items) for items in table.values() if isinstance(items, list)), default=0) * 0.1",
         "average.item()", "model.seen.item() * 0.1", "getattr(box, 'w' + ''.join([]))", "vars(box)['w']",
+        "len(opt.state) * 0.1", "len(x) * 0.25", "float(model.last.bias.requires_grad)",
+        "float(model.first.weight.grad is not None)", "sum(p.numel() for p in model.parameters()) * 0.01",
         "(lambda z: z * <place>)(0.5)", "operator.attrgetter('w')(box)", "float(torch.tensor([<place>, 2.0]).sum())",
     ),
     "tensor": (
@@ -36,7 +38,8 @@ ANYWHERE: Rules = {
     "condition": (
         "count % 2 == 0", "count % 3 == 1", "<place> > 1.0", "<number> > 0.5", "len(history) % 2", "model.training",
         "random.random() < 0.5", "x.sum() > 0", "<tensor> > 0.4", "not box.kept", "'loss' in table",
-        "opt.param_groups[0]['lr'] < 0.05", "isinstance(box.w, float) and box.w < 1.0",
+        "opt.param_groups[0]['lr'] < 0.05", "model.first.weight.grad is None", "model.last.bias.requires_grad",
+        "len(opt.state) > 2", "any(h is average for h in history)", "isinstance(box.w, float) and box.w < 1.0",
     ),
     "simple": (
         "print('<word>', <number>)", "print('<word> {:.5f}'.format(<number>), end=' ')", "print(<tensor>)",
@@ -53,10 +56,17 @@ ANYWHERE: Rules = {
         "table = dict(table, other=<number>)",
         "history.sort(key=str)", "history.append(str(<number>))",
         "opt.load_state_dict(copy.deepcopy(opt.state_dict()))",
+        "model.load_state_dict(copy.deepcopy(model.state_dict()))",
+        "model.first.weight.data[0].mul_(<bounded>)", "model.last.bias.detach().mul_(0.99)",
+        "average.view(1).mul_(<bounded>)", "average.data.lerp_(<tensor>, 0.25)", "history.append(average)",
+        "history.append(average.view(1))", "history.append(model.seen)", "shadow[0].copy_(model.first.weight.detach())",
+        "history.append([p.grad is None for p in model.parameters()])", "table.pop('last', None)",
+        "torch.manual_seed(count)", "random.seed(count)", "np.random.seed(count)",
+        "model.first.weight.data = model.first.weight.data.clone()",
     ),
     "result": (
         "None", "<number>", "<tensor>", "(<number>, <tensor>)", "{'<word>': <number>, 'x': x}", "history[-1:]",
-        "dict(table)",
+        "dict(table)", "average", "(average, average)", "[x, x]", "model.seen",
     ),
 }  # fmt: skip
 
@@ -66,7 +76,8 @@ START: Rules = {
         "x = x[torch.randperm(len(x))]", "x = x + torch.from_numpy(array).float().mean()",
         "x = x.clamp(min=-<number>)",
         "user.decay(model.last.weight)", "opt.zero_grad(set_to_none=False)",
-        "model.last.bias.requires_grad_(not model.last.bias.requires_grad)",
+        "model.last.bias.requires_grad_(not model.last.bias.requires_grad)", "model.zero_grad()", "opt.state.clear()",
+        "model.last.weight.grad = torch.ones_like(model.last.weight)", "x.requires_grad_()", "x, y = x[:3], y[:3]",
     ),
 }  # fmt: skip
 
@@ -79,11 +90,15 @@ FORWARD: Rules = {
     "tensor": ("loss.detach()", "loss.detach() * <place>", "out.detach().mean()", "out.detach().abs().amax()"),
     "condition": (
         "loss.item() > 1.0", "loss > 1.1", "bool(torch.isfinite(loss))", "out.argmax().item() % 2", "(out > 1).any()",
+        "out.requires_grad", "loss.grad_fn is None",
     ),
     "simple": (
         "print('loss', loss)", "print(loss.detach())", "history.append(loss.item())", "history.append(out.argmax(1))",
         "array[:2] = out.detach().numpy()[0, :2]", "box.keep(loss.detach())", "table['out'] = out.detach()",
-        "table['share'] = out.detach().numpy()",
+        "table['share'] = out.detach().numpy()", "out.detach().mul_(<bounded>)", "table['row'] = out.detach()[0]",
+        "table['row'] = out.detach()[0]; table['row'].mul_(<bounded>)", "loss.detach().mul_(<bounded>)",
+        "out.retain_grad()", "out.register_hook(lambda grad: grad * 0.5)", "average = loss.detach()",
+        "loss.register_hook(lambda grad: history.append(grad.item()))",
     ),
     "reshape": (
         "loss = loss * <bounded>", "loss = loss * <bounded>", "loss = loss * (<tensor> % 1.0 + 0.5)",
@@ -111,14 +126,15 @@ BACKWARD: Rules = {
         "model.last.bias.grad = None",
         "history.append([p.grad.clone() for p in model.parameters() if p.grad is not None][:1])",
         "user.decay(model.last.weight)", "user.replace_grads(model.parameters(), <bounded>)",
+        "history.append(out.grad)", "history.append(x.grad)", "table['grad'] = model.first.weight.grad",
+        "history.append(sum(p.grad.norm() for p in model.parameters() if p.grad is not None).item())",
+        "model.first.weight.grad = model.first.weight.detach() * 0.1",
     ),
 }  # fmt: skip
 
 UPDATED: Rules = {
-    "number": ("len(opt.state) * 0.1",),
     "simple": (
         "scheduler.step()", "scheduler.step()", "opt.state.clear()",
-        "model.first.weight.data = model.first.weight.data.clone()",
         "history.append(opt.param_groups[0]['lr'])", "shadow[0].lerp_(model.first.weight.detach(), 0.1)",
         "torch._foreach_lerp_(shadow, [p.detach() for p in model.parameters()], 0.1)",
         "table['lr'] = scheduler.get_last_lr()[0]",
@@ -131,7 +147,9 @@ COMPOUND = (
     "if <condition>: <simple>\nelse: <simple>", "for _ in range(count % 3): <simple>",
     "if <condition>: return <result>",
     "with torch.no_grad(): table['eval'] = model(x).mean().item()", "try: [][count]\nexcept IndexError: <simple>",
-    "known = <number>", "log.info('%s', <tensor>)",
+    "known = <number>", "log.info('%s', <tensor>)", "with torch.no_grad(): <simple>", "while count % 4: count += 1",
+    "with torch.inference_mode(): table['eval'] = model(x).mean().item()",
+    "try: 1 / 0\nexcept ZeroDivisionError: <simple>",
 )  # fmt: skip
 
 

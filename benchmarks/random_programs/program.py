@@ -54,7 +54,7 @@ _STEPS: dict[str, tuple[str, ...]] = {
         "<updated>",
     ),
     "closure": (
-        "<start>", "def closure():", "    nonlocal out, loss, average, cell, count, table, known, x", "    global G",
+        "<start>", "def closure():", "    nonlocal out, loss, average, cell, count, table, known, x, y", "    global G",
         "    opt.zero_grad()",
         "    <forward>", "    <reshape>", "    loss.backward()", "    <backward>", "    return loss",
         "opt.step(closure)", "<updated>",
@@ -140,7 +140,10 @@ class Program:
             for number, done in enumerate(self.between)
             for line in (f"{'elif' if number else 'if'} call == {number}:", *_indented(done or ("pass",)))
         ]
-        between = ["def between(call):", *_indented([*begin, "x = torch.ones(2, 4)", *moves])]
+        between = [
+            "def between(call):",
+            *_indented([*begin, "x, y = torch.ones(2, 4), torch.zeros(2, dtype=torch.int64)", *moves]),
+        ]
         return self.head + "\n".join([*_indented([*step, *between]), _TAIL.format(places=", ".join(self.places))])
 
     def smaller(self) -> Iterator[Program]:

@@ -31,16 +31,6 @@ def test_a_program_does_what_eager_code_does(seed: int) -> None:
     assert found.holds, shrunk(found).told
 
 
-FOUND = (487, 745, 966, 1335, 1364, 1466, 2135, 3888, 4451, 4743, 6339, 9126, 9382)
-"""Seeds of programs that were wrong once, one or two of a kind."""
-
-
-@pytest.mark.parametrize("seed", FOUND)
-def test_a_program_that_was_wrong_once(seed: int) -> None:
-    found = judged(random_program(seed))
-    assert found.holds, found.told
-
-
 # A fuzz shall find something.
 
 

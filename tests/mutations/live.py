@@ -8,6 +8,7 @@ FOLLOWING = "tests/unit/live/test_following.py"
 LATE = "tests/unit/live/test_late_reading.py"
 GRAPHS = "tests/unit/live/test_graphs_and_reads.py"
 MODULES = "tests/unit/live/test_modules.py"
+FORWARD = "tests/unit/live/test_forward.py"
 SPECULATION = "tests/unit/live/test_speculation.py"
 LIBRARIES = "tests/unit/capture/reach/test_reachability_libraries.py::test_globals_of_a_package_are_read_at_every_call"
 REMAINDERS = "tests/unit/capture/scalars/test_float_remainders.py"
@@ -33,8 +34,8 @@ LIVE_MUTATIONS = (
         name="handles_are_no_results",
         what="a piece does not give what somebody still holds",
         file="live/pending_calls.py",
-        old="            results = self._launched(PieceSpec(span, tuple(alive)))",
-        new="            alive.clear()\n            results = self._launched(PieceSpec(span, ()))",
+        old="        results = self._launched(PieceSpec(span, (*written, *alive)))",
+        new="        alive.clear()\n        results = self._launched(PieceSpec(span, tuple(written)))",
         tests=(
             f"{FOLLOWING}::test_a_piece_gives_only_what_somebody_holds",
             f"{FOLLOWING}::test_handles_are_kept_by_whoever_has_them",
@@ -264,6 +265,92 @@ LIVE_MUTATIONS = (
         new="        if tensor.is_leaf and tensor.requires_grad:",
         tests=(
             "tests/unit/capture/reach/test_train_state.py::test_a_loose_tensor_that_was_frozen_keeps_no_gradient_that_the_step_clears",
+        ),
+    ),
+    Mutation(
+        name="other_tensors_on_the_memory_not_put_back",
+        what="a forward that runs again reads what was written through another tensor behind it",
+        file="live/forward.py",
+        old="            for operand in record.writes_to:",
+        new="            for operand in [record.operands[number] for number in record.writes]:",
+        tests=(f"{FORWARD}::test_what_is_written_through_another_tensor_on_its_memory_is_put_back[data]",),
+    ),
+    Mutation(
+        name="values_not_written_again",
+        what="a value that Python holds stays what it was, though a call behind a read writes to it",
+        file="live/pending_calls.py",
+        old="        if span == new:",
+        new="        if True:",
+        tests=(f"{FORWARD}::test_a_value_that_is_written_to_behind_a_read_is_written_where_it_is_held[view]",),
+    ),
+    Mutation(
+        name="kinds_of_state_not_looked_at",
+        what="a parameter that was frozen, or has another shape, is taken for what it was",
+        file="live/recording/path.py",
+        old="        return self.externals[index] is tensor and self.kinds[index] == StateKind.of(tensor)",
+        new="        return self.externals[index] is tensor",
+        tests=(
+            f"{GRAPHS}::test_a_parameter_that_is_frozen_between_calls_has_no_gradient_to_give",
+            f"{GRAPHS}::test_a_parameter_of_another_shape_is_another_way",
+        ),
+    ),
+    Mutation(
+        name="gradients_of_a_call_not_looked_at",
+        what="Python is told of a gradient what it was told in the first call",
+        file="live/recording/path.py",
+        old="    return {one.key: had_grad[one.key] for one in asked if one.kind == EXTERNAL}",
+        new="    return {}",
+        tests=(f"{GRAPHS}::test_whether_there_is_a_gradient_is_asked_at_every_call[True]",),
+    ),
+    Mutation(
+        name="generators_not_looked_at",
+        what="draws that were recorded come of what a generator is set to behind them",
+        file="live/recording/modes.py",
+        old="            one.set_state(self._states[one])\n",
+        new="            pass\n",
+        tests=(f"{GRAPHS}::test_a_generator_that_is_set_behind_recorded_draws[False-a method]",),
+    ),
+    Mutation(
+        name="draws_not_told",
+        what="who asks for the state of random numbers is told it in front of recorded draws",
+        file="live/run.py",
+        old="            if any(record.draws for record in self.records[self._started :]):",
+        new="            if False:",
+        tests=(f"{GRAPHS}::test_who_asks_where_a_generator_stands_is_told_it_behind_recorded_draws",),
+    ),
+    Mutation(
+        name="modes_around_a_read_kept",
+        what="what is recorded runs under the inference mode of the line that asks for a value",
+        file="live/recording/modes.py",
+        old="    return nullcontext() if modes == plain else under(plain)",
+        new="    return nullcontext()",
+        tests=(f"{GRAPHS}::test_what_is_recorded_runs_under_no_mode_of_the_line_that_asks[inference_mode]",),
+    ),
+    Mutation(
+        name="gradients_not_observed",
+        what="a trace that makes and clears gradients takes those at entry for none",
+        file="capture/tracing/patches.py",
+        old='            recorders.uses_grads |= bool(kw.get("accumulate_grad"))\n',
+        new="",
+        tests=("tests/unit/capture/guards/test_guards.py::test_a_backward_alone_adds_to_what_is_there[native]",),
+    ),
+    Mutation(
+        name="modes_of_fakes_are_copied",
+        what="a copy of a fake tensor copies its mode, and frees what others hold",
+        file="capture/tracing/fake_kernels.py",
+        old="    def __deepcopy__(self, memo: dict[int, Any]) -> LayoutFakeMode:",
+        new="    def not_deepcopy(self, memo: dict[int, Any]) -> LayoutFakeMode:",
+        tests=("tests/unit/capture/tracing/test_fake_kernels.py::test_a_copy_of_a_fake_tensor_is_of_the_same_mode",),
+    ),
+    Mutation(
+        name="state_in_the_making_is_shown",
+        what="a step that looks at the state of an optimizer before its first step finds some",
+        file="capture/reach/train_state.py",
+        old="            if id(opt) in waiting and id(opt) not in stepped:",
+        new="            if False:",
+        tests=(
+            "tests/unit/capture/reach/test_train_state.py::"
+            "test_a_step_that_looks_at_state_before_there_is_any[True-False]",
         ),
     ),
 )

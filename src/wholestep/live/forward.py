@@ -44,7 +44,7 @@ class Before:
         Values of the records from `since` on are no part of that: those records make them again.
         """
         for record in records:
-            for generator in _drawn_from(record):
+            for generator in drawn_from(record):
                 if generator not in self._generators:
                     self._generators[generator] = generator.get_state()
             written = list(record.key.function.written) if isinstance(record.key.function, OpaqueModule) else []
@@ -71,8 +71,8 @@ class Before:
         return now
 
 
-def _drawn_from(record: Record) -> list[torch.Generator]:
-    """The generators that a record may draw from."""
+def drawn_from(record: Record) -> list[torch.Generator]:
+    """The generators of which a record may draw."""
     if not record.draws:
         return []
     on_gpus = torch.cuda.default_generators if torch.cuda.is_initialized() else ()

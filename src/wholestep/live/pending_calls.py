@@ -14,6 +14,7 @@ from wholestep.live.observation import execute
 from wholestep.live.piece import PieceSpec
 from wholestep.live.recorded_calls import RecordedCalls
 from wholestep.live.recording.handle import fulfil, with_freed_graph
+from wholestep.live.recording.modes import PendingDraws, modes_off
 from wholestep.live.recording.path import BACKWARDS, Path
 from wholestep.live.recording.record import VALUE, OutputMeta, Record, Value
 from wholestep.live.recording.structure import unflatten
@@ -57,6 +58,7 @@ class PendingCalls(RecordedCalls, ABC):
         """Tensors that calls which have not run are given. (Handles are held by Python alone: those that nobody holds
         when the calls run are no results.)"""
         self._agree_on_gradients = agree_on_gradients
+        self._draws = PendingDraws()
         self._speculation: SpeculativeBackward | None = None
         self._forward: Forward | None = None
         """What has run without its graph, and may run again with a backward."""
@@ -70,8 +72,10 @@ class PendingCalls(RecordedCalls, ABC):
 
     def _run_pending(self, why: str) -> None:
         """Runs what is recorded as compiled pieces, or else one by one."""
-        if self._started < len(self.records) and (why_not := self._run_pieces(len(self.records))):
-            self._flush(f"{why}, {why_not}")
+        if self._started < len(self.records):
+            with self._draws.in_place(), modes_off():
+                if why_not := self._run_pieces(len(self.records)):
+                    self._flush(f"{why}, {why_not}")
 
     def _run_pieces(self, end: int) -> str:
         """Runs the records in front of `end` as pieces. Returns why not; then nothing of them may have run."""
@@ -313,10 +317,11 @@ class PendingCalls(RecordedCalls, ABC):
         if self.candidates:
             self.departure = f"{why} ({current_line()})"
         self.candidates = []
-        results = self._give_graphs()
-        handles = self.tensors.handles()
-        results |= handles
-        for number in range(self._started, len(self.records)):
-            self.replay(number, handles, results)
+        with self._draws.in_place(), modes_off():
+            results = self._give_graphs()
+            handles = self.tensors.handles()
+            results |= handles
+            for number in range(self._started, len(self.records)):
+                self.replay(number, handles, results)
         self._started = len(self.records)
         self._given.clear()

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from wholestep.capture.python.user_frame import current_line
 from wholestep.capture.tracing.tensor_swap import swap_contents
+from wholestep.live.forward import drawn_from
 from wholestep.live.observation import execute, hooks_on_gradients, observe, unknown_argument
 from wholestep.live.opaque.modules import OpaqueModule, OpaqueModules
 from wholestep.live.pending_calls import Launcher, PendingCalls
@@ -108,6 +109,13 @@ class Run(PendingCalls):
         with self._lock, recording_paused(), torch._C.DisableTorchFunction():
             self._flush(why)
 
+    def before_draws_are_told(self, function: Any) -> None:
+        """Python is about to ask where generators stand, or to set them: calls that draw before that run."""
+        with self._lock, recording_paused(), torch._C.DisableTorchFunction():
+            if any(record.draws for record in self.records[self._started :]):
+                self.reads.add(Read(len(self.records), function, current_line()))
+                self._run_pending(f"{name_of(function)} asks for the state of random numbers")
+
     def finish(self) -> None:
         """The step has returned: what is still recorded runs."""
         with self._lock, recording_paused(), torch._C.DisableTorchFunction():
@@ -161,7 +169,7 @@ class Run(PendingCalls):
             self.tensors.add_module(function)
         if self.candidates:
             record = self._next_record(key)
-            if record is not None and self._is_changed(function, leaves):
+            if record is not None and (self._is_changed(function, leaves) or not self._draws.go_on(drawn_from(record))):
                 self._run_pending(f"{name_of(function)} is called in another state than before")
             if self.candidates and record is not None and not self._makes_state(record, leaves):
                 return self._recorded(record, args, kwargs, leaves)
@@ -234,6 +242,12 @@ class Run(PendingCalls):
                 self.tensors.forget_since(length)
                 return NOT_SURE
             record, output = found, found.outputs[0]
+        if record.draws:
+            generators = drawn_from(record)
+            if not self._draws.go_on(generators):
+                self.tensors.forget_since(length)
+                return NOT_SURE
+            self._draws.take(generators)
         self.records.append(record)
         if output is None:
             return None
@@ -298,6 +312,7 @@ class Run(PendingCalls):
         self.records.append(record)
         if self._speculation is not None:
             return self._from_speculation(self._speculation, record, args, kwargs, leaves)
+        self._draws.take(drawn_from(record))
         self._given.extend(leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and type(leaf) is not Handle)
         results: list[torch.Tensor | None] = []
         for output, meta in enumerate(record.outputs):

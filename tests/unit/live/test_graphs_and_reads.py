@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -219,3 +220,67 @@ def test_a_parameter_of_another_shape_is_another_way() -> None:
             training.model.first.weight.data = torch.ones(2, 4)
 
     train_both(make, between=between)
+
+
+SEEDS = {
+    "a function": lambda generator: torch.manual_seed(50),
+    "a method": lambda generator: generator.manual_seed(50),
+    "a state": lambda generator: generator.set_state(torch.Generator().manual_seed(6).get_state()),
+}
+
+
+@pytest.mark.parametrize("how", SEEDS)
+@pytest.mark.parametrize("own", [False, True])
+def test_a_generator_that_is_set_behind_recorded_draws(how: str, own: bool) -> None:
+    """The draws in front of it are of the old state, those behind it of the new one, and so is what is left."""
+
+    def make(training: Training) -> Step:
+        mine = torch.Generator().manual_seed(3)
+
+        def step(x: Tensor) -> Tensor:
+            out = training.model(x + torch.rand(3, 4, generator=mine) * training.model.first.bias[:4])
+            SEEDS[how](mine if own else torch.default_generator)
+            noise = torch.rand(3, 1, generator=mine) + torch.rand(3, 1)
+            training.notes.append(mine.get_state())
+            return training.update((training.model(x) * noise + out).mean())
+
+        return step
+
+    compiled = Compiled()
+    train_both(make, compiled=compiled)
+    assert compiled.launches >= CALLS - 1
+
+
+def test_who_asks_where_a_generator_stands_is_told_it_behind_recorded_draws() -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> Tensor:
+            out = training.model(x)
+            training.notes.append(torch.get_rng_state())
+            with torch.random.fork_rng():
+                torch.manual_seed(3)
+            return training.update(out.mean())
+
+        return step
+
+    train_both(make)
+
+
+@pytest.mark.parametrize("around", [torch.inference_mode, torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_what_is_recorded_runs_under_no_mode_of_the_line_that_asks(around: Any) -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> Tensor:
+            out = training.model(x)
+            (out * 1.0).mean().backward()
+            with around():
+                training.notes.append(training.model(x).mean().item())
+            scaled = out.detach() * 0.5
+            with around():
+                training.notes.append(out.sum().item())
+            scaled.mul_(0.5)
+            training.opt.step()
+            training.opt.zero_grad()
+            return scaled
+
+        return step
+
+    train_both(make, compiled=AsAGraph())

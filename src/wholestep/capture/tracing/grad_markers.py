@@ -109,7 +109,7 @@ def gradients_watched(note: Callable[[], None]) -> Iterator[None]:
 
     torch has no hook for it, and a mode of torch's functions would have `nn.MultiheadAttention` leave its fast path.
     """
-    slot: Any = torch._C.TensorBase.grad
+    slot: Any = torch.Tensor.grad
 
     def noted(access: Callable[..., Any]) -> Callable[..., Any]:
         def noting(*args: Any) -> Any:

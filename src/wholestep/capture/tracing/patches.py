@@ -19,7 +19,8 @@ from torch.utils import _foreach_utils
 from wholestep.capture.functionalize.storage_resize import StorageRecorder
 from wholestep.capture.functionalize.version_counters import VersionRecorder
 from wholestep.capture.python.node_origin import OriginRecorder
-from wholestep.capture.python.tracing_thread import capture_flag
+from wholestep.capture.python.tracing_thread import capture_flag, on_this_thread
+from wholestep.capture.python.user_frame import current_line
 from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.reach.train_state import TrainState
 from wholestep.capture.reach.unwrap_compiled import compile_unwrapped
@@ -157,6 +158,7 @@ def _patches(context: StepContext, recorders: Recorders) -> Iterator[AbstractCon
         yield patch.object(module, "_foreach_supported_types", [*plain, FakeTensor])
     yield patch.object(torch, "as_tensor", _tensor_from_symbol(torch.as_tensor))
     yield patch.object(torch, "tensor", _tensor_from_symbol(torch.tensor))
+    yield patch.object(torch.Tensor, "retain_grad", _of_own_tensors(context), create=True)
     yield backward_replaced(partial(_marking_backward, state=context.state, recorders=recorders))
     recorders.origins.on_optimizer_step = recorders.stepped.note
     steps = (inspect.unwrap(getattr(opt, "_init_group", opt.step)) for _, opt in context.state.optimizers)
@@ -185,6 +187,22 @@ def _marking_backward(original: Engine, state: TrainState, recorders: Recorders)
                 )
 
     return run
+
+
+def _of_own_tensors(context: StepContext) -> Callable[[torch.Tensor], None]:
+    """`Tensor.retain_grad`, refused for tensors from outside: what C++ holds weakly cannot be exchanged back."""
+    outside = {id(row.tensor) for row in context.traced_inputs()}
+    retain: Callable[[torch.Tensor], None] = torch.Tensor.retain_grad
+
+    def checked(tensor: torch.Tensor) -> None:
+        if id(tensor) in outside and not tensor.is_leaf:
+            raise CaptureError(
+                f"The step has a {list(tensor.shape)} that was computed outside of it keep its gradient "
+                f"(retain_grad), at {current_line()}. Call it where the tensor is computed."
+            )
+        retain(tensor)
+
+    return on_this_thread(checked, retain)
 
 
 def _tensor_from_symbol(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -14,7 +14,7 @@ tracer itself holds.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -34,18 +34,26 @@ def swapped(reals: Sequence[torch.Tensor], fakes: Sequence[torch.Tensor]) -> Ite
             done.append((real, fake, of_fakes))
         yield
     finally:
-        for real, fake, of_fakes in reversed(done):
-            _exchange(real, fake)
-            for key in [key for key in vars(real) if key not in vars(fake)]:
-                del vars(real)[key]
-            vars(real).update({key: item for key, item in vars(fake).items() if key not in of_fakes})
+        with ExitStack() as stack:  # each of them, whatever becomes of the others
+            for one in done:
+                stack.callback(_put_back, *one)
+
+
+def _put_back(real: torch.Tensor, fake: torch.Tensor, of_fakes: set[str]) -> None:
+    _exchange(real, fake)
+    for key in [key for key in vars(real) if key not in vars(fake)]:
+        del vars(real)[key]
+    vars(real).update({key: item for key, item in vars(fake).items() if key not in of_fakes})
 
 
 def _exchange(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Exchanges class, attributes and implementation of two tensor objects; their identities stay."""
+    """Exchanges class, attributes and implementation of two tensor objects; their identities stay.
+
+    Raises RuntimeError, and exchanges nothing, where C++ holds a weak reference to one of them.
+    """
+    swap_contents(a, b)
     a.__class__, b.__class__ = b.__class__, a.__class__
     a.__dict__, b.__dict__ = b.__dict__, a.__dict__
-    swap_contents(a, b)
 
 
 def swap_contents(a: torch.Tensor, b: torch.Tensor) -> None:

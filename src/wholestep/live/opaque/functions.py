@@ -46,6 +46,10 @@ def _wanted() -> Iterator[tuple[types.FunctionType, Callable[[Any], Any]]]:
     yield _plain(clip_grad.clip_grad_norm_), _clip
     yield _plain(clip_grad.clip_grad_value_), _clip
     yield _plain(nn.Parameter.__new__), _parameter
+    for module in (torch.random, torch.cuda.random):  # seeds, and who reads or sets states
+        for one in vars(module).values():
+            if isinstance(one, types.FunctionType) and one.__module__ == module.__name__ and inspect.unwrap(one) is one:
+                yield one, _draws_told
     yield torch.autograd.Function.apply.__func__, _apply  # type: ignore[attr-defined]
 
 
@@ -158,6 +162,16 @@ def _parameter(plain: Callable[..., Any]) -> Callable[..., Any]:
         return plain(cls, data, requires_grad)
 
     return make
+
+
+def _draws_told(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        run = CURRENT.run
+        if run is not None:
+            run.before_draws_are_told(plain)
+        return plain(*args, **kwargs)
+
+    return call
 
 
 def _apply(plain: Callable[..., Any]) -> Callable[..., Any]:

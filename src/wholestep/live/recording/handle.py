@@ -35,6 +35,9 @@ class Recorder(Protocol):
     def flush(self, why: str) -> None:
         """Runs what is recorded, so that all handles are tensors."""
 
+    def before_draws_are_told(self, function: Any) -> None:
+        """Runs what is recorded to draw: a function is about to tell or to set where random generators stand."""
+
 
 class _Current(threading.local):
     run: Recorder | None = None

@@ -1,9 +1,9 @@
-"""The modes of torch that a tensor call depends on besides its arguments."""
+"""What a tensor call depends on besides its arguments: modes of torch, and where random generators stand."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -56,6 +56,48 @@ def under(modes: Modes) -> Iterator[None]:
             yield
         finally:
             torch.set_default_dtype(dtype_around)
+
+
+def modes_off() -> AbstractContextManager[None]:
+    """While open, there is no mode of the user's, such as the ``inference_mode()`` in which a value was asked for."""
+    modes = current_modes()
+    plain = (True, False, *modes[2:4], (), modes[5])
+    return nullcontext() if modes == plain else under(plain)
+
+
+class PendingDraws:
+    """Where generators stood when calls that have not run were recorded to draw of them.
+
+    Whoever seeds a generator behind such a call, or sets its state, means the calls behind that.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[torch.Generator, torch.Tensor] = {}
+
+    def go_on(self, generators: Iterable[torch.Generator]) -> bool:
+        """Whether a call may be recorded that draws of these: nobody has set one that is to be drawn of before."""
+        known = ((one, self._states[one]) for one in generators if one in self._states)
+        return all(torch.equal(one.get_state(), state) for one, state in known)
+
+    def take(self, generators: Iterable[torch.Generator]) -> None:
+        """Takes up a call that draws of these."""
+        for one in generators:
+            if one not in self._states:
+                self._states[one] = one.get_state()
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """While open, and all calls run, generators stand as they did; then as they were set since."""
+        now = {one: one.get_state() for one in self._states}
+        was_set = {one: state for one, state in now.items() if not torch.equal(state, self._states[one])}
+        for one in was_set:
+            one.set_state(self._states[one])
+        self._states = {}
+        try:
+            yield
+        finally:
+            for one, state in was_set.items():
+                one.set_state(state)
 
 
 def why_not_recordable() -> str:

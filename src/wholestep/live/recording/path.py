@@ -31,7 +31,7 @@ VARIES, SIZE_VARIES = object(), object()
 BACKWARDS = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 
-_ATTRIBUTES: Any = torch._C.TensorBase
+_ATTRIBUTES: Any = torch.Tensor
 _GRADIENT_OF = (_ATTRIBUTES.grad.__get__, _ATTRIBUTES._grad.__get__)
 
 

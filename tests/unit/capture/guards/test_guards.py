@@ -552,3 +552,19 @@ def test_a_forward_alone_does_not_ask_for_gradients(kind: str) -> None:
         layer.weight.grad = torch.ones(1, 2) if number % 2 else None
         step(torch.ones(1, 2))
     assert step.cache_info().traces == 1
+
+
+def test_a_backward_alone_adds_to_what_is_there(kind: str) -> None:
+    layer = nn.Linear(2, 1)
+
+    def call(x: Tensor) -> None:
+        layer(x).sum().backward()
+
+    step = ws.compile(call, backend="eager", fullgraph=True)
+    for number in (1.0, 2.0):
+        step(torch.ones(1, 2))
+        assert torch.equal(layer.weight.grad, torch.full((1, 2), number))  # type: ignore[arg-type]
+    layer.zero_grad()
+    step(torch.ones(1, 2))
+    assert torch.equal(layer.weight.grad, torch.ones(1, 2))  # type: ignore[arg-type]
+    assert step.cache_info().traces == 2

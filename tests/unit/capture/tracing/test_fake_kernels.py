@@ -15,6 +15,7 @@ from torch.nn import functional
 
 import wholestep as ws
 from wholestep.capture.tracing.fake_kernels import LayoutFakeMode
+from wholestep.capture.tracing.tensor_swap import swapped
 
 aten = torch.ops.aten
 SHAPES = ((4, 3), (4, 3, 5), (2, 3, 4, 5), (1, 3, 4, 4), (2, 3, 2, 4, 5))
@@ -356,3 +357,34 @@ def test_a_step_may_copy_the_state_of_its_optimizer(may_go_live: bool) -> None:
         wanted(x)
         step(x)
     assert torch.equal(models[0].weight, models[1].weight)
+
+
+def test_a_tensor_that_c_holds_weakly_is_as_it_was_behind_a_failed_trace() -> None:
+    """`retain_grad` takes a weak reference to its tensor, which cannot be exchanged for a fake one then."""
+    layer = nn.Linear(2, 1)
+
+    def step(x: Tensor) -> None:
+        x.retain_grad()
+        layer(x).sum().backward()
+
+    x = torch.ones(3, 2, requires_grad=True) * 2
+    with pytest.raises(ws.CaptureError, match=r"a \[3, 2\] that was computed outside of it keep its gradient"):
+        ws.compile(step, backend="eager", fullgraph=True)(x)
+    held = torch.ones(3, 2, requires_grad=True) * 2
+    held.retain_grad()
+    with pytest.raises(ws.CaptureError, match="weakref"):
+        ws.compile(lambda x: layer(x).detach(), backend="eager", fullgraph=True)(held)
+    assert [type(one) for one in (x, held, *layer.parameters())] == [Tensor, Tensor, nn.Parameter, nn.Parameter]
+
+
+def test_every_tensor_is_put_back_though_one_cannot_be() -> None:
+    reals = [torch.ones(2), torch.ones(3, requires_grad=True) * 2, torch.ones(4)]
+    mode = LayoutFakeMode()
+
+    def trace() -> None:
+        with swapped(reals, [mode.from_tensor(one) for one in reals]):
+            reals[1].retain_grad()
+
+    with pytest.raises(RuntimeError, match="weakref"):
+        trace()
+    assert [type(one) for one in (reals[0], reals[2])] == [Tensor, Tensor]
