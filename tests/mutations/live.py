@@ -324,15 +324,19 @@ LIVE_MUTATIONS = (
         file="live/recording/modes.py",
         old="    return nullcontext() if modes == plain else under(plain)",
         new="    return nullcontext()",
-        tests=(f"{GRAPHS}::test_what_is_recorded_runs_under_no_mode_of_the_line_that_asks[inference_mode]",),
+        tests=(f"{GRAPHS}::test_a_value_that_is_asked_for_in_inference_mode",),
     ),
     Mutation(
         name="gradients_not_observed",
         what="a trace that makes and clears gradients takes those at entry for none",
-        file="capture/tracing/patches.py",
-        old='            recorders.uses_grads |= bool(kw.get("accumulate_grad"))\n',
-        new="",
-        tests=("tests/unit/capture/guards/test_guards.py::test_a_backward_alone_adds_to_what_is_there[native]",),
+        file="capture/bind/make_guards.py",
+        old="    if not (used or spec.reads.uses_grads):",
+        new="    if not used:",
+        tests=(
+            "tests/unit/capture/guards/test_guards.py::test_a_backward_alone_adds_to_what_is_there[native]",
+            "tests/unit/capture/guards/test_guards.py::"
+            "test_gradients_that_come_and_go_within_a_step_depend_on_those_before_it[native-True]",
+        ),
     ),
     Mutation(
         name="modes_of_fakes_are_copied",

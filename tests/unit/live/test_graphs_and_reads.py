@@ -11,7 +11,7 @@ from torch import Tensor
 
 import wholestep as ws
 from tests.harness.training import backward_and_step
-from tests.unit.live.both import CALLS, Compiled, Step, Training, train_both
+from tests.unit.live.both import CALLS, Compiled, Step, Training, assert_same, batch, train_both
 
 
 class AsAGraph(Compiled):
@@ -284,3 +284,28 @@ def test_what_is_recorded_runs_under_no_mode_of_the_line_that_asks(around: Any) 
         return step
 
     train_both(make, compiled=AsAGraph())
+
+
+def test_a_value_that_is_asked_for_in_inference_mode() -> None:
+    """Gradients that wait to be computed are none of inference tensors."""
+
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> Tensor:
+            loss = training.model(x).square().mean()
+            loss.backward()
+            with torch.inference_mode():
+                training.notes.append(training.model(x).mean().item())
+            training.opt.step()
+            training.opt.zero_grad()
+            return loss.detach()
+
+        return step
+
+    eager, live = Training(), Training()
+    wanted, step = make(eager), ws.compile(make(live), backend="eager")
+    for call in range(4):
+        torch.manual_seed(call)
+        loss = wanted(*batch(call))
+        torch.manual_seed(call)
+        assert torch.equal(step(*batch(call)), loss)
+        assert_same(live.state(), eager.state(), f"call {call}")
