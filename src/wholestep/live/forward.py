@@ -96,9 +96,10 @@ class Forward:
         self.path = path
         self.before.take(records, self.since, tensors)
 
-    def has_run(self) -> None:
-        """What was taken up has run."""
-        self._after = self.before.states()
+    def has_run(self, records: Iterable[Record]) -> None:
+        """What was taken up has run, these records last. Only draws move what the next ones go on from."""
+        if any(record.draws for record in records):
+            self._after = self.before.states()
 
     def draws_go_on(self, records: Iterable[Record]) -> bool:
         """Whether records behind these draw, if they do, the numbers that come right behind those of these."""

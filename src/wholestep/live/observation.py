@@ -156,6 +156,8 @@ def _is_written(tensor: torch.Tensor, version: int, values: torch.Tensor | None)
 
 def unknown_argument(function: Any, leaves: Sequence[Any], tensors: TensorTable) -> str:
     """Why a call is not determined by its arguments as a record holds them; empty if it is."""
+    if function is torch.Tensor.retain_grad:  # C++ holds its tensor weakly then, which cannot be exchanged any more
+        return "retain_grad leaves a hook on its tensor"
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             if type(leaf) not in (torch.Tensor, Handle, nn.Parameter):

@@ -167,7 +167,7 @@ class PendingCalls(RecordedCalls, ABC):
         why_not = self._run_piece(span, span)
         if why_not:
             self._forward = forward
-        longer.has_run()
+        longer.has_run(records)
         return why_not
 
     def _goes_back_through(self, forward: Forward, span: tuple[int, int]) -> bool:
@@ -196,7 +196,7 @@ class PendingCalls(RecordedCalls, ABC):
                 generator.set_state(state)
         if why_not:
             self._forward = forward
-        forward.has_run()
+        forward.has_run(records)
         return why_not
 
     @abstractmethod

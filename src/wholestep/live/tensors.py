@@ -236,7 +236,7 @@ class TensorTable:
                     had = self.had_grad[key]
                     if self._alive[key] is not leaf:
                         break
-                elif not leaf.requires_grad or id(leaf) in self._index or not path.is_state(key, leaf):
+                elif not path.is_state(key, leaf) or not leaf.requires_grad or id(leaf) in self._index:
                     break
                 else:
                     had = leaf.grad is not None
