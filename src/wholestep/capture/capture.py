@@ -41,7 +41,6 @@ from wholestep.capture.guards.state_guards import looks_for_nan
 from wholestep.capture.make_program import make_program
 from wholestep.capture.python import tree_util
 from wholestep.capture.python.attribute_access import AttributesFound
-from wholestep.capture.python.container_views import ContentView
 from wholestep.capture.python.snapshot import SCALARS
 from wholestep.capture.reach import unwrap_compiled
 from wholestep.capture.reach.rng_and_iterators import check_made, hidden_error, kept_iterators, refuse_hidden
@@ -227,10 +226,6 @@ class _Attempt:
 
     def _functional(self, trace: Trace, environment: Mapping[str, str]) -> tuple[Program, BindingSpec]:
         _log_foreign(trace.foreign)
-        for snapshot in self._context.reachable.snapshots:  # a tensor on an array's memory sees what is written to it
-            view = snapshot.container
-            if isinstance(view, ContentView) and any(map(view.shares_memory, trace.foreign)):
-                snapshot.guard = False
         check_writes(trace.module.graph, trace.labels)
         emit_promises(trace.module.graph, trace.sizes)
         functional = functionalize(trace.module, trace.fakes, trace.mode, trace.known, trace.recorded.numbers)

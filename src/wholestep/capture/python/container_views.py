@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import torch
 
 BUFFERS = (bytearray, memoryview, array.array, np.ndarray)
 """What holds numbers without objects of Python around them."""
@@ -124,16 +123,6 @@ class ContentView(dict[Any, Any]):
             thing[:] = array.array(thing.typecode, held["data"])
         elif isinstance(thing, BUFFERS):
             thing[:] = held["data"]
-
-    def shares_memory(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor reads what is written here, as ``torch.from_numpy`` gives it."""
-        if not isinstance(self.thing, BUFFERS):
-            return False
-        own = self.thing if isinstance(self.thing, np.ndarray) else np.frombuffer(self.thing, np.uint8)
-        try:
-            return bool(np.may_share_memory(own, tensor.detach().numpy()))
-        except (TypeError, RuntimeError):  # a tensor that no array can be
-            return False
 
 
 VIEWS = (CellView, ClassView, SlotsView, ContentView)

@@ -98,18 +98,20 @@ def test_a_step_that_writes_is_refused_and_leaves_all_as_it_was(make: Any, write
     assert repr(held) == before
 
 
-def test_a_tensor_on_the_memory_of_an_array_reads_what_is_written() -> None:
-    """Without another trace: nothing of the array is frozen."""
+@pytest.mark.parametrize("asks", [False, True], ids=["the tensor", "Python, too"])
+def test_what_is_written_to_an_array_is_read_by_its_tensor_and_by_python(asks: bool) -> None:
+    """Nobody sees whether Python reads an array as well, so another content is another trace."""
     held = np.ones(2)
 
-    def scaled(x: Tensor) -> Tensor:
-        return x * torch.from_numpy(held)
+    def scaled(x: Tensor) -> Any:
+        return x * torch.from_numpy(held), float(held[1]) if asks else None
 
-    step = ws.compile(scaled, backend="eager")
+    step = ws.compile(scaled, backend="eager", fullgraph=True)
     for scale in (1.0, 3.0, 5.0):
         held[:] = scale
-        assert step(torch.ones(2, dtype=torch.float64)).tolist() == [scale] * 2
-    assert step.cache_info().traces == 1
+        product, number = step(torch.ones(2, dtype=torch.float64))
+        assert product.tolist() == [scale] * 2
+        assert number == (scale if asks else None)
 
 
 def test_a_large_array_is_refused() -> None:
