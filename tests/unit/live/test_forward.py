@@ -329,3 +329,21 @@ def test_a_call_off_the_known_way_behind_a_backward_that_ran_ahead_is_noted_anew
         return step
 
     train_both(make, calls=12)
+
+
+def test_a_seed_between_a_forward_and_another_read_stays_where_it_stands() -> None:
+    """Reads that draw nothing leave open where the forward ended: what draws behind the seed draws of the seed."""
+
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> Tensor:
+            out = training.model(x)
+            training.notes.append(out.detach().tolist())
+            torch.manual_seed(70)
+            training.notes.append((out * 2.0).detach().tolist())
+            loss = training.update(paired(out) + training.model(x).mean())
+            training.notes.append(torch.rand(()).item())
+            return loss
+
+        return step
+
+    train_both(make, calls=8)

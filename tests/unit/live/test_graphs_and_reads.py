@@ -309,3 +309,30 @@ def test_a_value_that_is_asked_for_in_inference_mode() -> None:
         torch.manual_seed(call)
         assert torch.equal(step(*batch(call)), loss)
         assert_same(live.state(), eager.state(), f"call {call}")
+
+
+def test_an_output_that_retains_its_gradient_behind_a_read() -> None:
+    """C++ holds it weakly from then on, so no record may stand for it."""
+
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> Tensor:
+            out = training.model(x)
+            with torch.no_grad():
+                training.notes.append(training.model(x).mean().item())
+            out.retain_grad()
+            if training.model.last.bias.sum() > 100:
+                return out
+            loss = training.update(out.square().mean())
+            training.notes.append(out.grad)
+            return loss.detach()
+
+        return step
+
+    eager, live = Training(), Training()
+    wanted, step = make(eager), ws.compile(make(live), backend="eager")
+    for call in range(4):
+        torch.manual_seed(call)
+        loss = wanted(*batch(call))
+        torch.manual_seed(call)
+        assert torch.equal(step(*batch(call)), loss)
+        assert_same(live.state(), eager.state(), f"call {call}")

@@ -151,7 +151,7 @@ def fulfil(handle: torch.Tensor, result: torch.Tensor) -> None:
     """
     if handle is result:
         return
-    if type(result) is not torch.Tensor or result._is_view() or sys.getrefcount(result) > _OWNED:
+    if type(result) is not torch.Tensor or sys.getrefcount(result) > _OWNED:
         result = (
             result.detach().requires_grad_(result.requires_grad) if result.grad_fn is None else result.view_as(result)
         )
