@@ -92,6 +92,12 @@ class CompiledStep:
         # The step raises an error for a value. Nothing was written, so it may run again, and says it in its own words.
         return LiveStep(self._step, self._stages.name, "", self._compile_piece)(args, kwargs)
 
+    def call_if_unchanged(self, *args: Any) -> Any:
+        """As a call, if everything is as in the last one; else None, and nothing has run. Of a piece of a live step."""
+        fast_call = self._fast_call
+        result = None if fast_call is None else fast_call(args, {})
+        return None if result is fast_call else result
+
     def _dispatched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_capturing() or CURRENT.run is not None:  # one compiled step inside another: part of the outer one
             return self._step(*args, **kwargs)

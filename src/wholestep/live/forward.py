@@ -44,7 +44,7 @@ class Before:
         Values of the records from `since` on are no part of that: those records make them again.
         """
         for record in records:
-            for generator in drawn_from(record):
+            for generator in record.drawn:
                 if generator not in self._generators:
                     self._generators[generator] = generator.get_state()
             written = list(record.key.function.written) if isinstance(record.key.function, OpaqueModule) else []
@@ -71,15 +71,6 @@ class Before:
         return now
 
 
-def drawn_from(record: Record) -> list[torch.Generator]:
-    """The generators of which a record may draw."""
-    if not record.draws:
-        return []
-    on_gpus = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-    given = [operand.key for operand in record.operands if isinstance(operand.key, torch.Generator)]
-    return [torch.default_generator, *on_gpus, *given]
-
-
 @dataclass(slots=True)
 class Forward:
     """Records that have run without their graph."""
@@ -98,11 +89,11 @@ class Forward:
 
     def has_run(self, records: Iterable[Record]) -> None:
         """What was taken up has run, these records last. Only draws move what the next ones go on from."""
-        if any(record.draws for record in records):
+        if any(record.drawn for record in records):
             self._after = self.before.states()
 
     def draws_go_on(self, records: Iterable[Record]) -> bool:
         """Whether records behind these draw, if they do, the numbers that come right behind those of these."""
-        if not any(record.draws for record in records):
+        if not any(record.drawn for record in records):
             return True
         return all(torch.equal(one.get_state(), state) for one, state in self._after)

@@ -21,7 +21,7 @@ from wholestep.live.piece import Piece, PieceSpec, make_piece, size_carrier
 from wholestep.live.recording.handle import CURRENT, RecordingMode
 from wholestep.live.recording.path import Path, Paths
 from wholestep.live.recording.record import Read
-from wholestep.live.recording.snapshot import OptimizerWatch, as_recorded, first_conflict
+from wholestep.live.recording.snapshot import AsRecorded, OptimizerWatch, as_recorded, first_conflict
 from wholestep.live.run import Run
 from wholestep.live.tensors import inputs_of
 
@@ -33,6 +33,11 @@ class Compiled(Protocol):
         self, inputs: list[torch.Tensor], numbers: list[float], sizes: list[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Runs it."""
+
+    def call_if_unchanged(
+        self, inputs: list[torch.Tensor], numbers: list[float], sizes: list[torch.Tensor]
+    ) -> list[torch.Tensor] | None:
+        """Runs it, if all that it reads of Python is as in the last call; else None, and nothing has run."""
 
 
 MAX_PIECES = 16
@@ -200,22 +205,34 @@ class LiveStep:
         if compiled.refused:
             run.refused = compiled.refused
             return None
-        piece = compiled.piece
-        tensors = run.tensors
-        inputs = inputs_of(tensors, piece.earlier, piece.externals)
         try:
-            with as_recorded(read):
-                if changed := next((one for one in read if isinstance(one, OpaqueModule) and one.is_changed), None):
-                    run.refused = f"{changed.__name__} is called in two states"
-                    return None
-                sizes = [size_carrier(int(tensors.numbers[number])) for number in piece.sizes]
-                results = compiled.call(inputs, [tensors.numbers[number] for number in piece.numbers], sizes)
+            results = self._run_piece(compiled, run, read)
         except (CaptureError, RetraceLimitError, PeerRefusedError) as error:
             run.refused = compiled.refused = str(error)
             return None
-        compiled.launches += 1
-        self._last = compiled
+        if results is not None:
+            compiled.launches += 1
+            self._last = compiled
         return results
+
+    def _run_piece(
+        self, compiled: CompiledPiece, run: PendingCalls, read: list[AsRecorded]
+    ) -> list[torch.Tensor] | None:
+        """Runs a piece with what its calls read of Python as it was when they were recorded; None if it was two."""
+        piece, tensors = compiled.piece, run.tensors
+        inputs = inputs_of(tensors, piece.earlier, piece.externals)
+        numbers = [tensors.numbers[number] for number in piece.numbers]
+        sizes = [size_carrier(int(tensors.numbers[number])) for number in piece.sizes]
+        modules = [one for one in read if isinstance(one, OpaqueModule)]
+        with as_recorded([one for one in read if not isinstance(one, OpaqueModule)]):
+            # The guards of the piece look at the modules as well. Where nothing has changed, nothing is to be put back.
+            if (results := compiled.call.call_if_unchanged(inputs, numbers, sizes)) is not None:
+                return results
+            with as_recorded(modules):
+                if changed := next((one for one in modules if one.is_changed), None):
+                    run.refused = f"{changed.__name__} is called in two states"
+                    return None
+                return compiled.call(inputs, numbers, sizes)
 
     def _piece(self, path: Path, spec: PieceSpec) -> CompiledPiece | None:
         """The compiled piece; None if the path has enough of them."""

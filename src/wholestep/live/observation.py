@@ -39,7 +39,8 @@ class Observation:
     structure: Structure
     reads: bool
     """Whether it gave something else than plain tensors of known shapes."""
-    draws: bool
+    drawn: tuple[torch.Generator, ...]
+    """The generators of which it has drawn."""
     is_pointwise: bool
     joined: list[torch.Tensor]
     """Arguments that it has written to and returned, and that are in a graph since then."""
@@ -60,7 +61,7 @@ class Observation:
         """The record of the call, made with these leaves of arguments at a line of the user's."""
         return Record(
             key, tuple(None if one is None else OutputMeta.of(one, leaves, self.joined) for one in self.results),
-            self.structure, draws=self.draws, line=line,
+            self.structure, drawn=self.drawn, line=line,
             state_entries=0 if self.state is None else self.state.num_entries,
             writes=tuple(number for number, leaf in enumerate(leaves) if any(leaf is one for one in self.written)),
             writes_to=self.writes_to, writes_grads=self.writes_grads, frees=self.frees, num_externals=num_externals,
@@ -82,7 +83,7 @@ def observe(
     return Observation(
         result=result, results=results, structure=structure,
         reads=observer.reads or not (_has_no_dict(structure) and all(_is_plain(one, leaves) for one in results)),
-        draws=observer.draws, is_pointwise=observer.is_pointwise and optimizer is None, joined=joined,
+        drawn=tuple(observer.drawn), is_pointwise=observer.is_pointwise and optimizer is None, joined=joined,
         changes_kind=any(_kind(leaf) != kind and not _is_in(leaf, joined) for leaf, kind in kinds),
         written=written, writes_to=tensors.on_memory_of(written),
         writes_grads=any(one.is_leaf and _grad(one) != was for one, was in grads),

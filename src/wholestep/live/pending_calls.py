@@ -191,7 +191,7 @@ class PendingCalls(RecordedCalls, ABC):
         now = forward.before.put_back()
         self._forward = forward if stays else None
         why_not = self._run_piece((forward.since, span[1]), span)
-        if why_not or not any(record.draws for record in records):
+        if why_not or not any(record.drawn for record in records):
             for generator, state in now:
                 generator.set_state(state)
         if why_not:

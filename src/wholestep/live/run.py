@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 
 from wholestep.capture.python.user_frame import current_line
 from wholestep.capture.tracing.tensor_swap import swap_contents
-from wholestep.live.forward import drawn_from
+from wholestep.live.followed_calls import NOT_SURE, FollowedCalls
 from wholestep.live.observation import execute, hooks_on_gradients, observe, unknown_argument
 from wholestep.live.opaque.modules import OpaqueModule, OpaqueModules
-from wholestep.live.pending_calls import Launcher, PendingCalls
+from wholestep.live.pending_calls import Launcher
 from wholestep.live.recording.difference import difference
 from wholestep.live.recording.handle import CURRENT, Handle, made, recording_paused
 from wholestep.live.recording.metadata import METADATA
@@ -33,6 +33,7 @@ from wholestep.live.recording.observer import Draws, DrawWatch
 from wholestep.live.recording.path import Path
 from wholestep.live.recording.record import (
     CONSTANT,
+    VALUE,
     Key,
     OutputMeta,
     Read,
@@ -41,21 +42,20 @@ from wholestep.live.recording.record import (
     name_of,
 )
 from wholestep.live.recording.snapshot import OptimizerWatch
-from wholestep.live.recording.structure import flatten, unflatten
+from wholestep.live.recording.structure import Structure, flatten, unflatten
 from wholestep.live.shape_inference import resized
 from wholestep.live.sizes.indices import plain_index
 
-_reading_calls: set[Any] = set()
+_CallWithoutTensors = tuple[Any, Structure, tuple[Any, ...]]
+"""Function, structure and constants of a call, with kinds in the place of tensors and numbers."""
+
+_reading_calls: set[_CallWithoutTensors] = set()
 """Calls of torch that have given Python something other than tensors, by function and what is no tensor in them."""
 _drawing_functions: set[Any] = set()
 """Functions of torch that have drawn random numbers without any tensor of the step."""
 
 
-NOT_SURE = object()
-"""Where only the long comparison can tell whether a call is a known one."""
-
-
-class Run(PendingCalls):
+class Run(FollowedCalls):
     """One call of a live step."""
 
     def __init__(
@@ -68,9 +68,9 @@ class Run(PendingCalls):
         watches: dict[Optimizer, OptimizerWatch],
         agree_on_gradients: Callable[[], bool] | None = None,
     ) -> None:
-        """Takes what `PendingCalls` does, and what is known of the modules and optimizers that the step calls."""
-        self._modules, self._watches = modules, watches
-        super().__init__(paths, arguments, launch, agree_on_gradients)
+        """Takes what `FollowedCalls` does, and what is known of the modules that the step calls."""
+        super().__init__(paths, arguments, launch, watches, agree_on_gradients)
+        self._modules = modules
         self._size_unknown = ""
         """Why sizes of what a call gives were not known, the last time that one was asked for them."""
         self._lock = threading.RLock()
@@ -84,7 +84,7 @@ class Run(PendingCalls):
             with self._lock:
                 CURRENT.run = None
                 try:
-                    result = self._followed_fast(function, args, kwargs)
+                    result = self._followed(function, args, kwargs)
                     return self._called(function, args, kwargs) if result is NOT_SURE else result
                 finally:
                     CURRENT.run = self
@@ -96,6 +96,9 @@ class Run(PendingCalls):
         opaque = None
         if self._modules.may_be_opaque(module):
             with self._lock, recording_paused(), torch._C.DisableTorchFunction():
+                result = self._followed_module(module, args, kwargs)
+                if result is not NOT_SURE:
+                    return result
                 opaque = self._opaque(module, args, kwargs)
         return plain(module, *args, **kwargs) if opaque is None else self.called(opaque, args, kwargs)
 
@@ -112,7 +115,7 @@ class Run(PendingCalls):
     def before_draws_are_told(self, function: Any) -> None:
         """Python is about to ask where generators stand, or to set them: calls that draw before that run."""
         with self._lock, recording_paused(), torch._C.DisableTorchFunction():
-            if any(record.draws for record in self.records[self._started :]):
+            if any(record.drawn for record in self.records[self._started :]):
                 self.reads.add(Read(len(self.records), function, current_line()))
                 self._run_pending(f"{name_of(function)} asks for the state of random numbers")
 
@@ -169,13 +172,14 @@ class Run(PendingCalls):
             self.tensors.add_module(function)
         if self.candidates:
             record = self._next_record(key)
-            if record is not None and (self._is_changed(function, leaves) or not self._draws.go_on(drawn_from(record))):
+            if record is not None and (self._is_changed(function, leaves) or not self._draws.go_on(record.drawn)):
                 self._run_pending(f"{name_of(function)} is called in another state than before")
             if self.candidates and record is not None and not self._makes_state(record, leaves):
                 return self._recorded(record, args, kwargs, leaves)
             if record is None and self._is_read(key):
                 self.tensors.forget_since(length)
-                return self._read(key, args, kwargs, leaves)
+                read = Read(len(self.records), function, current_line())
+                return self._read(read, _without_tensors(key), args, kwargs, leaves)
             if self.candidates:
                 path, tensors = self.candidates[0], self.tensors
                 self._flush(
@@ -203,7 +207,7 @@ class Run(PendingCalls):
 
     def _at_once(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
         """Executes a call on tensors that nothing recorded reads or writes: data, most of the time."""
-        watches = self._shares_stream(leaves) and any(record.draws for record in self.records)
+        watches = self._shares_stream(leaves) and any(record.drawn for record in self.records)
         try:
             with DrawWatch() if watches else nullcontext():  # type: ignore[no-untyped-call]
                 result = execute(function, args, kwargs)
@@ -220,38 +224,6 @@ class Run(PendingCalls):
             return True
         pending = [operand.key for record in self.records[self._started :] for operand in record.operands]
         return any(one is key for one in generators for key in pending)
-
-    def _followed_fast(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the next record of the only path left gives, if this call is surely that; else NOT_SURE."""
-        number = len(self.records)
-        if len(self.candidates) != 1 or self._speculation is not None or self.tensors.is_any_exposed:
-            return NOT_SURE
-        path = self.candidates[0]
-        fast = path.fast_records[number] if number < len(path.fast_records) else None
-        if fast is None or fast.function != function or len(args) != fast.num_args or tuple(kwargs) != fast.names:
-            return NOT_SURE
-        if fast.modes != current_modes() or why_not_recordable():
-            return NOT_SURE
-        length = self.tensors.length()
-        if not self.tensors.matches(path, fast, (*args, *kwargs.values()) if kwargs else args):
-            return NOT_SURE
-        record, output = fast.record, fast.output
-        if number in path.sized:
-            found = resized(path, number, self.records, self.tensors)
-            if isinstance(found, str):
-                self.tensors.forget_since(length)
-                return NOT_SURE
-            record, output = found, found.outputs[0]
-        if record.draws:
-            generators = drawn_from(record)
-            if not self._draws.go_on(generators):
-                self.tensors.forget_since(length)
-                return NOT_SURE
-            self._draws.take(generators)
-        self.records.append(record)
-        if output is None:
-            return None
-        return self.tensors.note_value(self._made(output), (number, 0))
 
     def _next_record(self, key: Key) -> Record | None:
         """The record of a known path that this call is; None if no path has it."""
@@ -285,12 +257,8 @@ class Run(PendingCalls):
                 isinstance(one, OpaqueModule) and one.module is function.module and one is not function
                 for one in pending
             )
-        for leaf in leaves:
-            if isinstance(leaf, Optimizer):
-                now = self._watch(leaf).snapshot()
-                taken = [one for number, one in self.snapshots.items() if number >= self._started]
-                return any(one.optimizer is leaf and one is not now and not one.equals(now) for one in taken)
-        return False
+        steps = (leaf for leaf in leaves if isinstance(leaf, Optimizer))
+        return any(self._is_stepped_otherwise(self._watch(one).snapshot()) for one in steps)
 
     def _makes_state(self, record: Record, leaves: list[Any]) -> bool:
         """Whether this is the step of an optimizer that has to make state, which Python may look at behind it."""
@@ -301,18 +269,12 @@ class Run(PendingCalls):
                 return snapshot.num_entries != record.state_entries
         return False
 
-    def _watch(self, optimizer: Optimizer) -> OptimizerWatch:
-        watch = self._watches.get(optimizer)
-        if watch is None:
-            watch = self._watches[optimizer] = OptimizerWatch(optimizer)
-        return watch
-
     def _recorded(self, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
         number = len(self.records)
         self.records.append(record)
         if self._speculation is not None:
             return self._from_speculation(self._speculation, record, args, kwargs, leaves)
-        self._draws.take(drawn_from(record))
+        self._draws.take(record.drawn)
         self._given.extend(leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and type(leaf) is not Handle)
         results: list[torch.Tensor | None] = []
         for output, meta in enumerate(record.outputs):
@@ -344,13 +306,20 @@ class Run(PendingCalls):
         known = ((read.position, read.function) for path in self.candidates for read in path.reads)
         return _without_tensors(key) in _reading_calls or here in known
 
-    def _read(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
+    def _read_here(self, read: Read, handle: Handle) -> Any:
+        leaves: list[Any] = []
+        structure = flatten(((handle,), {}), leaves)
+        return self._read(read, (read.function, structure, (VALUE,)), (handle,), {}, leaves)
+
+    def _read(
+        self, read: Read, call: _CallWithoutTensors, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]
+    ) -> Any:
         """Python asks for a value: what is recorded runs, as a piece if it can."""
-        function = key.function
-        self.reads.add(Read(len(self.records), function, current_line()))
-        self._run_pending(f"{name_of(function)} asks for a value")
-        if self.waits_for_backward and _without_tensors(key) not in _reading_calls and _may_have_graph(leaves):
-            self._flush(f"{name_of(function)} may give tensors through which gradients go")
+        function = read.function
+        self.reads.add(read)
+        self._run_pending(f"{read.name} asks for a value")
+        if self.waits_for_backward and call not in _reading_calls and _may_have_graph(leaves):
+            self._flush(f"{read.name} may give tensors through which gradients go")
         result = execute(function, args, kwargs)
         self.tensors.note_result(result, leaves)
         return result
@@ -394,6 +363,6 @@ def _may_have_graph(leaves: list[Any]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
 
 
-def _without_tensors(key: Key) -> Any:
+def _without_tensors(key: Key) -> _CallWithoutTensors:
     """A call as far as it is no tensors and numbers."""
     return key.function, key.structure, tuple(one if one.kind == CONSTANT else one.kind for one in key.operands)

@@ -85,7 +85,7 @@ def _is_plain_backward(record: Record) -> bool:
 def _cannot_wait(path: Path, record: Record, tensors: TensorTable) -> bool:
     """Whether a record between the read and the backward needs what is not known yet, or does more than compute."""
     function = record.key.function
-    if record.draws or record.writes or record.state_entries or function in BACKWARDS:
+    if record.drawn or record.writes or record.state_entries or function in BACKWARDS:
         return True
     if isinstance(function, OpaqueModule) and function.written:
         return True

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from wholestep.capture.guards.fast_guards import have_gradients
 from wholestep.live.opaque.modules import OpaqueModule
 from wholestep.live.recording.fast_match import BLOCK, FastRecord
 from wholestep.live.recording.handle import Handle
@@ -46,7 +47,7 @@ class TensorTable:
         self._storages: set[int] = set()
         self._values: dict[int, tuple[weakref.ref[torch.Tensor], Value]] = {}
         self._fresh: dict[int, torch.Tensor] = {}
-        self._exposed: list[tuple[weakref.ref[Any] | None, set[int]]] = []
+        self.exposed: list[tuple[weakref.ref[Any] | None, set[int]]] = []
         """Things that may be on the memory of tensors, None for what has no weak references, and that memory."""
         self._state: Callable[[], Iterable[torch.Tensor]] | None = None
         self._state_storages: set[int] | None = None
@@ -150,14 +151,14 @@ class TensorTable:
         self.note_fresh(result)
         if not isinstance(result, (torch.Tensor, tuple, list, bool, int, float, complex, str, NoneType)):
             memory = {_storage(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and is_plain(leaf)}
-            self._exposed.append((weakref.ref(result) if isinstance(result, np.ndarray) else None, memory))
+            self.exposed.append((weakref.ref(result) if isinstance(result, np.ndarray) else None, memory))
 
     def is_exposed(self, tensor: torch.Tensor) -> bool:
         """Whether an array, or something else that is no tensor, may be on the memory of a tensor."""
-        if not self._exposed or not is_plain(tensor):
+        if not self.exposed or not is_plain(tensor):
             return False
         memory = _storage(tensor)
-        return any(memory in held and (who is None or who() is not None) for who, held in self._exposed)
+        return any(memory in held and (who is None or who() is not None) for who, held in self.exposed)
 
     def is_shared(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is on memory that is not torch's own: of an array, of another process."""
@@ -181,14 +182,15 @@ class TensorTable:
 
     def add_module(self, module: OpaqueModule) -> int:
         """Takes up the tensors of a module whose call is recorded. Returns how many from outside there are then."""
-        new = module.tensors
-        if not self._index.keys().isdisjoint(module.ids):
+        new, start = module.tensors, len(self.externals)
+        if self._index.keys().isdisjoint(module.ids):
+            self._index.update(module.places_from(start))
+        else:
             new = tuple(one for one in new if id(one) not in self._index)
-        start = len(self.externals)
+            self._index.update(zip(map(id, new), count(start), strict=False))
         self.externals += new
         self._alive += new
-        self.had_grad += [one.grad is not None for one in new]
-        self._index.update(zip(map(id, new), count(start), strict=False))
+        self.had_grad += have_gradients(new)
         self._blocks.append((start, new))
         return len(self.externals)
 
@@ -236,11 +238,11 @@ class TensorTable:
                     had = self.had_grad[key]
                     if self._alive[key] is not leaf:
                         break
-                elif not path.is_state(key, leaf) or not leaf.requires_grad or id(leaf) in self._index:
+                elif id(leaf) in self._index or not self._is_new(path, key, leaf):
                     break
                 else:
-                    had = leaf.grad is not None
                     self._external(leaf)
+                    had = self.had_grad[key]
                 if asked and asked.get(key, had) is not had:
                     break
             elif kind is NUMBER:
@@ -254,16 +256,18 @@ class TensorTable:
         self.forget_since((num_externals, numbers))
         return False
 
+    def _is_new(self, path: Path, number: int, leaf: Any) -> bool:
+        """Whether this is the tensor from outside with this number, which the run has not met before."""
+        if type(path.externals[number]) is not Description:
+            return bool(path.is_state(number, leaf) and leaf.requires_grad)
+        is_data = type(leaf) is torch.Tensor and leaf.grad_fn is None and leaf.layout is torch.strided
+        return is_data and self.value_of(leaf) is None and path.takes_external(number, leaf)
+
     def _is_block(self, numbers: tuple[int, ...], leaves: Sequence[Any]) -> bool:
         """Whether tensors are those from outside with these numbers, which this run has met before."""
         if len(numbers) != len(leaves) or max(numbers) >= len(self._alive):
             return False
         return all(map(is_, leaves, map(self._alive.__getitem__, numbers)))
-
-    @property
-    def is_any_exposed(self) -> bool:
-        """Whether anything may share memory with tensors of the step."""
-        return bool(self._exposed)
 
     def length(self) -> tuple[int, int]:
         """How many tensors from outside and numbers there are; for `forget_since`."""

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.unit.live.both import CALLS, Compiled, Net, Step, Training, batch, train_both
+from tests.unit.live.both import CALLS, Compiled, Net, Step, Training, Unguarded, batch, train_both
 from wholestep.errors import CaptureError
 from wholestep.live.live_step import MAX_EAGER_CALLS, LiveStep
 
@@ -186,7 +186,7 @@ def test_what_is_no_piece_is_executed_and_given_up() -> None:
         def run(*args: Any) -> Any:
             raise CaptureError("not this one")
 
-        return run
+        return Unguarded(run)
 
     live = train_both(appends_the_loss, compiled=refuse, calls=MAX_EAGER_CALLS + 4)
     assert live.stats.reasons == {"not this one": MAX_EAGER_CALLS - 1}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import wholestep as ws
 from tests.harness.training import backward_and_step
-from tests.unit.live.both import CALLS, Compiled, Step, Training, assert_same, batch, train_both
+from tests.unit.live.both import CALLS, Compiled, Step, Training, Unguarded, assert_same, batch, train_both
 
 
 class AsAGraph(Compiled):
@@ -24,7 +24,7 @@ class AsAGraph(Compiled):
             own = [one.detach().requires_grad_(one.requires_grad) if one.is_leaf else one for one in inputs]
             return [None if one is None else one.detach() for one in run(own, numbers, sizes)]
 
-        return graph
+        return Unguarded(graph)
 
 
 def test_a_call_that_gives_its_argument_behind_a_read_whose_backward_ran_ahead() -> None:

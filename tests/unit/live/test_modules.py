@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from tests.unit.live.both import CALLS, Compiled, Net, Step, Training, train_both
+from tests.unit.live.both import CALLS, Compiled, Net, Step, Training, Unguarded, train_both
 from wholestep.api.report.live_explanation import explain_live
 from wholestep.live.live_step import LiveStep
 from wholestep.live.opaque.modules import MAX_STATES, OpaqueModule
@@ -158,7 +158,7 @@ def test_the_python_of_a_known_module_does_not_run() -> None:
     live = LiveStep(appends(training), "step", "", Compiled())
     for _ in range(3):
         live((torch.ones(3, 4),), {})
-    live.pieces[-1].call = lambda inputs, numbers, sizes: [torch.ones(())]
+    live.pieces[-1].call = Unguarded(lambda inputs, numbers, sizes: [torch.ones(())])
     with calls_of(Net.forward.__code__) as count:
         live((torch.ones(3, 4),), {})
         assert (count[0], live.stats.launches) == (0, 3)

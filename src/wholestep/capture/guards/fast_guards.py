@@ -66,6 +66,15 @@ def state_guard(
     return made
 
 
+def have_gradients(tensors: tuple[torch.Tensor, ...]) -> list[bool]:
+    """Of each tensor whether it has a gradient. Tensors that are no leaves of a graph have none."""
+    module = build.module()
+    if module is None:
+        return [one.is_leaf and one.grad is not None for one in tensors]
+    found: list[bool] = module.have_gradients(tensors)
+    return found
+
+
 def guardable(snapshot: Snapshot) -> tuple[Any, Any] | None:
     """A container as `state_guard` takes it, with what it held; None if the native guard cannot vouch for it."""
     container = snapshot.container

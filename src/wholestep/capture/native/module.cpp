@@ -150,7 +150,23 @@ PyObject* watch_calls(PyObject*, PyObject* ask) {
   Py_RETURN_NONE;
 }
 
+PyObject* have_gradients(PyObject*, PyObject* tensors) {
+  if (!PyTuple_CheckExact(tensors)) {
+    PyErr_SetString(PyExc_TypeError, "have_gradients(tensors: tuple)");
+    return nullptr;
+  }
+  const Py_ssize_t size = PyTuple_GET_SIZE(tensors);
+  PyObject* found = PyList_New(size);
+  for (Py_ssize_t i = 0; found != nullptr && i < size; ++i) {
+    PyObject* tensor = PyTuple_GET_ITEM(tensors, i);
+    const AutogradMeta* meta = THPVariable_Check(tensor) ? meta_of(*impl_of(tensor)) : nullptr;
+    PyList_SET_ITEM(found, i, PyBool_FromLong(meta != nullptr && meta->grad_.defined()));
+  }
+  return found;
+}
+
 PyMethodDef functions[] = {
+    {"have_gradients", have_gradients, METH_O, "Of each tensor of a tuple whether it has a gradient."},
     {"watch_calls", watch_calls, METH_O, "Has ask(frame, function) asked about calls of C functions, until sys.setprofile(None)."},
     {nullptr, nullptr, 0, nullptr}};
 

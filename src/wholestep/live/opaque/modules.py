@@ -14,7 +14,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -53,7 +53,9 @@ class OpaqueModule:
         own = chain(module.parameters(), module.buffers(), (tensor for _, tensor in used))
         self.tensors: tuple[torch.Tensor, ...] = tuple({id(one): one for one in own}.values())
         """Its parameters and buffers, and what else its graph reads."""
-        self.ids = tuple(map(id, self.tensors))
+        self.ids = frozenset(map(id, self.tensors))
+        self._places: dict[int, int] = {}
+        self._first_place = -1
         self.written = tuple(tensor for slot, tensor in used if slot in captured.spec.reads.written)
         """Those that its call writes to."""
 
@@ -61,6 +63,14 @@ class OpaqueModule:
     def __name__(self) -> str:
         """The name of its class, as messages and the source of pieces call it."""
         return type(self.module).__name__
+
+    def places_from(self, start: int) -> dict[int, int]:
+        """By id of its tensors their numbers, where the first one has number `start`. Not to be written to: it is kept,
+        since that is the same number at most calls.
+        """
+        if self._first_place != start:
+            self._first_place, self._places = start, dict(zip(map(id, self.tensors), count(start), strict=False))
+        return self._places
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""

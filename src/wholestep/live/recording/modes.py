@@ -31,6 +31,11 @@ def current_modes() -> Modes:
     )  # fmt: skip
 
 
+def recordable_modes() -> Modes | None:
+    """The modes at this moment; None where a call does more than its function and arguments say."""
+    return None if why_not_recordable() else current_modes()
+
+
 def _casts(device: str) -> bool:
     return torch.is_autocast_enabled(device)
 

@@ -27,7 +27,8 @@ class Observer(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.reads = False
         """Whether a value went to Python, or decided a shape."""
-        self.draws = False
+        self.drawn: dict[torch.Generator, None] = {}
+        """The generators of which it has drawn random numbers, or may in another call of these arguments."""
         self._operators = self._pointwise = 0
 
     @property
@@ -40,11 +41,27 @@ class Observer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         self._operators += 1
         self._pointwise += torch.Tag.pointwise in func.tags
         self.reads |= torch.Tag.data_dependent_output in func.tags or not _has_known_shapes(func, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return self._run_with_draws(func, args, kwargs)
         return _run(func, args, kwargs)
+
+    def _run_with_draws(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Looks which generators move: attention that drops out nothing moves none, whatever its operator may do."""
+        given = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.Generator)]
+        states = {one: one.get_state() for one in (*default_generators(), *given)}
+        result = _run(func, args, kwargs)
+        is_empty = any(one.numel() == 0 for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor))
+        moved = (one for one, state in states.items() if is_empty or not torch.equal(one.get_state(), state))
+        self.drawn.update(dict.fromkeys(moved))  # a call that gives no numbers this time may give some of other sizes
+        return result
+
+
+def default_generators() -> list[torch.Generator]:
+    """Those of which is drawn where no generator is given."""
+    return [torch.default_generator, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:

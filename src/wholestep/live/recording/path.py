@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from wholestep.live.recording.fast_match import FastRecord, fast_record
+from wholestep.live.recording.fast_match import FastRecord, fast_records
 from wholestep.live.recording.record import (
     EXTERNAL,
     NUMBER,
@@ -71,12 +71,17 @@ class Path:
     those."""
 
     fast_records: list[FastRecord | None] = field(init=False)
-    """The records for quick comparison."""
+    """The records for quick comparison, and None behind the last one."""
+    _reads_by_place: dict[tuple[int, Any], Read] = field(init=False)
 
     def __post_init__(self) -> None:
         self.freed = _freed(self.records)
+        self._note_records()
         self.kinds = [StateKind.of(one) if isinstance(one, torch.Tensor) else None for one in self.externals]
-        self.fast_records = [fast_record(record, BACKWARDS) for record in self.records]
+
+    def _note_records(self) -> None:
+        self.fast_records = fast_records(self.records, BACKWARDS)
+        self._reads_by_place = {(read.position, read.function): read for read in self.reads}
 
     def merge(self, other: Path) -> bool | None:
         """Takes up what is different in a run with equal records; whether anything was. None: it is another path."""
@@ -92,7 +97,10 @@ class Path:
         sized = _sized(self.records, externals, numbers)
         if None in numbers or not others <= sized:
             return None
-        changed = not all(map(is_, [*self.externals, *self.numbers], [*externals, *numbers]))
+        records = tuple(map(Record.joined, self.records, other.records))
+        changed = not all(
+            map(is_, [*self.externals, *self.numbers, *self.records], [*externals, *numbers, *records])
+        )  # fmt: skip
         if changed:
             self.sized = sized
             self.all_sizes.clear()
@@ -105,6 +113,8 @@ class Path:
         self.numbers = numbers
         self.had_grad = {one: had for one, had in self.had_grad.items() if other.had_grad[one] is had}
         self.reads |= other.reads
+        self.records = records
+        self._note_records()
         self.alive |= other.alive
         self.sources = [
             mine if mine == theirs else None for mine, theirs in zip(self.sources, other.sources, strict=True)
@@ -121,6 +131,10 @@ class Path:
     def is_state(self, index: int, tensor: torch.Tensor) -> bool:
         """Whether a tensor is the one from outside with this number, and of the kind that it was."""
         return self.externals[index] is tensor and self.kinds[index] == StateKind.of(tensor)
+
+    def read_at(self, position: int, function: Any) -> Read | None:
+        """Where Python asked for a value with this function, behind that many records; None if it did not."""
+        return self._reads_by_place.get((position, function))
 
     @property
     def keeps_graph(self) -> bool:

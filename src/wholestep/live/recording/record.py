@@ -105,8 +105,8 @@ class Record:
     key: Key
     outputs: tuple[OutputMeta | None, ...]
     output_structure: Structure
-    draws: bool = field(compare=False)
-    """Whether it drew random numbers."""
+    drawn: tuple[torch.Generator, ...] = field(compare=False)
+    """The generators of which it drew random numbers."""
     state_entries: int = field(compare=False)
     """Of the step of an optimizer: how many things the optimizer's state held behind it; else 0."""
     writes: tuple[int, ...] = field(compare=False)
@@ -128,6 +128,11 @@ class Record:
     def operands(self) -> tuple[Operand, ...]:
         """The leaves of its arguments."""
         return self.key.operands
+
+    def joined(self, other: Record) -> Record:
+        """This one, which may also do what an equal call was seen to do: drop out nothing at first, and some later."""
+        drawn = tuple(dict.fromkeys((*self.drawn, *other.drawn)))
+        return self if drawn == self.drawn else replace(self, drawn=drawn)
 
     def is_of_other_size(self, other: Record) -> bool:
         """Whether both are the same call, on tensors of other sizes."""

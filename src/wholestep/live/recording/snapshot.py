@@ -30,23 +30,21 @@ class OptimizerSnapshot:
     state: dict[Any, Any]
     entries: dict[Any, dict[Any, Any]]
     """What the dicts in `state` hold, as copies."""
+    num_entries: int
+    """How many things its state holds. A step that finds fewer than the last one left makes some."""
     watch: OptimizerWatch | None = None
     """What has taken it."""
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> OptimizerSnapshot:
         """As the optimizer is now."""
+        entries = {key: dict(item) for key, item in optimizer.state.items() if type(item) is dict}
         return cls(
             optimizer, list(optimizer.param_groups),
             [{**group, "params": list(group["params"])} for group in optimizer.param_groups],
             dict(optimizer.defaults),
-            dict(optimizer.state), {key: dict(item) for key, item in optimizer.state.items() if type(item) is dict},
+            dict(optimizer.state), entries, len(optimizer.state) + sum(map(len, entries.values())),
         )  # fmt: skip
-
-    @property
-    def num_entries(self) -> int:
-        """How many things its state holds. A step that finds fewer than the last one left makes some."""
-        return len(self.state) + sum(map(len, self.entries.values()))
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """The tensors of its state."""
@@ -68,7 +66,7 @@ class OptimizerSnapshot:
 
     def equals(self, other: OptimizerSnapshot) -> bool:
         """Whether nothing was exchanged between two snapshots."""
-        return (
+        return self is other or (
             _same(self.groups, other.groups)
             and all(map(_same_group, self.contents, other.contents))
             and _same_items(self.defaults, other.defaults)

@@ -1,0 +1,130 @@
+"""Calls that are surely the next ones of the only path left: they are recorded in as little time as Python allows.
+
+It says yes or does not know. What is not plain (containers among the arguments, modules that return some, tensors that
+are on memory of others) goes the way of `run.py`, which decides.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from wholestep.live.observation import hooks_on_gradients
+from wholestep.live.pending_calls import Launcher, PendingCalls
+from wholestep.live.recording.fast_match import FastRecord
+from wholestep.live.recording.handle import Handle
+from wholestep.live.recording.modes import recordable_modes
+from wholestep.live.recording.path import BACKWARDS, Path
+from wholestep.live.recording.record import Read, Record
+from wholestep.live.recording.snapshot import OptimizerSnapshot, OptimizerWatch
+from wholestep.live.shape_inference import resized
+
+NOT_SURE = object()
+"""Where only the long comparison can tell whether a call is a known one."""
+
+
+class FollowedCalls(PendingCalls, ABC):
+    """The calls of one run, of which those that follow the only path left are recorded quickly."""
+
+    def __init__(
+        self,
+        paths: Iterable[Path],
+        arguments: Iterable[Any],
+        launch: Launcher,
+        watches: dict[Optimizer, OptimizerWatch],
+        agree_on_gradients: Callable[[], bool] | None = None,
+    ) -> None:
+        """Takes what `PendingCalls` does, and what is known of the optimizers that the step calls."""
+        super().__init__(paths, arguments, launch, agree_on_gradients)
+        self._watches = watches
+
+    def _followed(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the next record gives, or the value that is read next, if this call is surely that; else NOT_SURE."""
+        number, tensors = len(self.records), self.tensors
+        if len(self.candidates) != 1 or self._speculation is not None or tensors.exposed:
+            return NOT_SURE
+        path = self.candidates[0]
+        fast = path.fast_records[number]
+        if fast is None or fast.function != function:
+            return self._followed_read(path, function, args, kwargs)
+        if len(args) != fast.num_args or tuple(kwargs) != fast.names or fast.modes != recordable_modes():
+            return NOT_SURE
+        leaves = (*args, *kwargs.values()) if kwargs else args
+        if number in path.sized or not fast.is_plain:
+            return self._followed_long(path, fast, leaves)
+        if not tensors.matches(path, fast, leaves):
+            return NOT_SURE
+        self.records.append(fast.record)
+        return None if fast.output is None else tensors.note_value(self._made(fast.output), (number, 0))
+
+    def _followed_read(self, path: Path, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        read = path.read_at(len(self.records), function)
+        if read is None or len(args) != 1 or type(args[0]) is not Handle or kwargs or recordable_modes() is None:
+            return NOT_SURE
+        return self._read_here(read, args[0])
+
+    def _followed_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call of a module gives if it is surely the next record; else NOT_SURE."""
+        if len(self.candidates) != 1 or self._speculation is not None or self.tensors.exposed:
+            return NOT_SURE
+        path, number = self.candidates[0], len(self.records)
+        fast = path.fast_records[number]
+        if fast is None or fast.module is not module:
+            return NOT_SURE
+        if kwargs or len(args) != fast.num_args or fast.names or fast.modes != recordable_modes():
+            return NOT_SURE
+        # Where sizes do not move, arguments that match have those of the recorded call.
+        is_known = fast.function.holds(args, kwargs) if number in path.sized else fast.function.is_as_it_was()
+        return self._followed_long(path, fast, args) if is_known else NOT_SURE
+
+    @abstractmethod
+    def _read_here(self, read: Read, handle: Handle) -> Any:
+        """Python asks for a value where it did in an earlier run."""
+
+    def _followed_long(self, path: Path, fast: FastRecord, leaves: Sequence[Any]) -> Any:
+        """The same for a record that does more than compute tensors of known sizes: it draws, steps, goes back."""
+        number, tensors, length = len(self.records), self.tensors, self.tensors.length()
+        snapshot = None if fast.optimizer is None else self._watch(fast.optimizer).snapshot()
+        if snapshot is not None and (
+            snapshot.num_entries != fast.record.state_entries or self._is_stepped_otherwise(snapshot)
+        ):
+            return NOT_SURE
+        if not tensors.matches(path, fast, leaves):
+            return NOT_SURE
+        record = resized(path, number, self.records, tensors)
+        if isinstance(record, str) or not self._may_follow(record):
+            tensors.forget_since(length)
+            return NOT_SURE
+        self._draws.take(record.drawn)
+        if fast.module is not None:
+            tensors.add_module(fast.function)
+        if snapshot is not None:
+            self.snapshots[number] = snapshot
+            tensors.note_state(snapshot.tensors)
+        self.records.append(record)
+        output = record.outputs[0]
+        return None if output is None else tensors.note_value(self._made(output), (number, 0))
+
+    def _may_follow(self, record: Record) -> bool:
+        """Whether nothing has happened for which a record has to wait until others have run, or is none."""
+        if not self._draws.go_on(record.drawn):
+            return False
+        return record.key.function not in BACKWARDS or not hooks_on_gradients(record.key.function, self.tensors)
+
+    def _is_stepped_otherwise(self, now: OptimizerSnapshot) -> bool:
+        """Whether a step of an optimizer was recorded, and has not run, that was in another state than now."""
+        return any(
+            taken.optimizer is now.optimizer and taken is not now and not taken.equals(now)
+            for number, taken in self.snapshots.items()
+            if number >= self._started
+        )
+
+    def _watch(self, optimizer: Optimizer) -> OptimizerWatch:
+        watch = self._watches.get(optimizer)
+        if watch is None:
+            watch = self._watches[optimizer] = OptimizerWatch(optimizer)
+        return watch
