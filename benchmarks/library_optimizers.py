@@ -200,7 +200,8 @@ python benchmarks/library_optimizers.py > docs/optimizers.md
 
 torch {version}, CPU, backend `eager`: {steps} steps of a small net. Losses, parameters, state and the numbers of groups
 are compared. What is live is no single graph: it counts in Python, or asks for the value of a tensor. Optimizers that
-do not run eagerly here want a GPU, a closure, other arguments or another library."""
+do not run eagerly here want a GPU, a closure, other arguments or another library. [support.md](support.md) gives those
+of torch.optim what they want, such as matrices alone for Muon."""
 
 
 if __name__ == "__main__":

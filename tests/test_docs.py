@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from tests.test_architecture import ROOMS, ROOT, SRC, tracked_files
+from wholestep import config
 
 DOCS = ROOT / "docs"
 MAX_COLUMNS = 120
@@ -89,6 +92,28 @@ def test_the_rooms_of_the_architecture_page_are_those_of_the_rule() -> None:
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     listed = [room for row in rows for room in re.findall(r"`([\w/]+)`", row)]
     assert listed == [room for room in ROOMS if (SRC / room).is_dir()]
+
+
+def test_the_table_of_options_is_that_of_the_strategies() -> None:
+    strategies = (config.DDP, config.ZeRO, config.FSDP)
+    given = {name: [one.__name__ for one in strategies if name in fields_of(one)] for name in all_options(strategies)}
+    page = (DOCS / "strategies.md").read_text(encoding="utf-8").partition("\n## Options\n")[2].partition("\n## ")[0]
+    lines = [line for line in page.splitlines() if line.startswith("| `")]
+    rows = [[cell.strip().strip("`") for cell in line.split("|")[1:4]] for line in lines]
+    assert rows == [
+        [name, default.replace("'", '"'), "all" if len(given[name]) == len(strategies) else ", ".join(given[name])]
+        for name, default in all_options(strategies).items()
+    ]
+
+
+def fields_of(record: type) -> dict[str, str]:
+    """The options of a frozen record, with the text of their defaults."""
+    return {one.name: repr(one.default) for one in dataclasses.fields(record)}
+
+
+def all_options(records: Iterable[type]) -> dict[str, str]:
+    """Those of several records, each once."""
+    return {name: default for record in records for name, default in fields_of(record).items()}
 
 
 def test_a_fault_in_a_document_is_found() -> None:

@@ -60,7 +60,7 @@ def lines(cpu: dict[str, Any], gpu: dict[str, Any] | None) -> list[Line]:
     by_row: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for test in cpu["tests"]:
         if test["gpu"] and test["outcome"] == "not run":
-            test = outcomes.get((test["test"], *test["row"]), {**test, "reason": "not run on GPUs yet"})
+            test = outcomes.get((test["test"], *test["row"]), test)
         by_row[tuple(test["row"])].append(test)
     return [_line(row, by_row[row.group, row.name]) for row in ROWS]
 
@@ -93,6 +93,7 @@ def document(found: list[Line], cpu: dict[str, Any], gpu: dict[str, Any] | None)
     """docs/conformance.md."""
     on_gpu = f"GPU: torch {gpu['torch']}, {gpu['device']}, NCCL." if gpu is not None else "GPU: no record."
     passing = sum(line.passes for line in found)
+    waiting = sum("not run" in line.cells["GPU"] for line in found)
     text = [
         "# Conformance",
         "",
@@ -102,12 +103,19 @@ def document(found: list[Line], cpu: dict[str, Any], gpu: dict[str, Any] | None)
         "python -m tests.conformance.table --markdown",
         "```",
         "",
-        f"{passing} of {len(found)} rows pass. CPU: torch {cpu['torch']}, gloo. {on_gpu}",
+        textwrap.fill(
+            f"{passing} of {len(found)} rows pass: tests of each have run, and none of them failed. {waiting} rows "
+            f"have tests on GPUs that have not been run yet.",
+            MAX_COLUMNS,
+        ),
+        "",
+        f"CPU: torch {cpu['torch']}, gloo. {on_gpu}",
         "",
         "Each row says with how many processes, on gloo or on how many GPUs, it was tested.",
         "",
         "- `passes`: every test of the row passed in that way. What is not named has no test.",
         "- `FAILS`, `skipped`: at least one test did, and the remark says why.",
+        "- `not run`: there is such a test, and `docs/conformance_gpu.json` has no outcome of it yet.",
         "- The rows are described in `tests/conformance/rows.py`; a test names its row with `@pytest.mark.row`.",
     ]
     for group, title in TITLES.items():

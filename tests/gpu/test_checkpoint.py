@@ -70,13 +70,14 @@ def test_graphs_of_two_ranks_go_on(nccl2: Any, tmp_path: Path, strategy: Strateg
     assert nccl2.run(between_calls, strategy, tmp_path / "run", True) == [(True, 1, True)] * 2
 
 
+@pytest.mark.parametrize("cuda_graph", ["auto", False])
 @inductor_config.patch(deterministic=True)
-def test_a_training_is_resumed(tmp_path: Path) -> None:
-    """Without CUDA graphs, whose random numbers are not those of the calls before their capture.
+def test_a_training_is_resumed(tmp_path: Path, cuda_graph: Any) -> None:
+    """A CUDA graph draws what the calls before its capture would have drawn.
 
     Two compiled steps have the same bits where no kernel is chosen by its time: sums in other blocks round otherwise.
     """
-    compiled = [ws.compile(train_step, backend=ws.Inductor(cuda_graph=False), fullgraph=True) for _ in range(2)]
+    compiled = [ws.compile(train_step, backend=ws.Inductor(cuda_graph=cuda_graph), fullgraph=True) for _ in range(2)]
     model, opt = net()
     losses(compiled[0], model, opt)
     ws.save_checkpoint(tmp_path / "run", model, opt, compiled[0])
