@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutations import Mutation
 
 FOLLOWING = "tests/unit/live/test_following.py"
+DRAWS = "tests/unit/live/test_draws.py"
 LATE = "tests/unit/live/test_late_reading.py"
 GRAPHS = "tests/unit/live/test_graphs_and_reads.py"
 MODULES = "tests/unit/live/test_modules.py"
@@ -63,7 +64,7 @@ LIVE_MUTATIONS = (
         file="live/run.py",
         old="        watches = self._shares_stream(leaves) and any(record.drawn for record in self.records)",
         new="        watches = False",
-        tests=(f"{FOLLOWING}::test_draws_come_in_their_order",),
+        tests=(f"{DRAWS}::test_draws_come_in_their_order",),
     ),
     Mutation(
         name="arrays_not_copied",

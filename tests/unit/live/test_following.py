@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.unit.live.both import CALLS, Compiled, Net, Step, Training, Unguarded, batch, train_both
 from wholestep.errors import CaptureError
 from wholestep.live.live_step import MAX_EAGER_CALLS, LiveStep
+from wholestep.live.run import Run
 
 
 def appends_the_loss(training: Training) -> Step:
@@ -151,17 +152,30 @@ def test_handles_are_kept_by_whoever_has_them() -> None:
     train_both(make, calls=8)
 
 
-def test_draws_come_in_their_order() -> None:
+def test_no_call_of_a_known_path_is_compared_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module, a backward, the step of an optimizer, a read: each is surely the next one."""
+    slow: list[Any] = []
+    by_the_long_way = Run._called
+
+    def counted(self: Run, function: Any, *args: Any) -> Any:
+        slow.append(function)
+        return by_the_long_way(self, function, *args)
+
+    monkeypatch.setattr(Run, "_called", counted)
+
     def make(training: Training) -> Step:
         def step(x: Tensor) -> Tensor:
-            out = training.model(x)  # draws for dropout
-            return training.update((out + torch.rand(3, 1) + torch.randn_like(out)).mean())
+            slow.clear()
+            loss = F.dropout(training.model(x), 0.5).square().mean()
+            training.update(loss)
+            training.notes.append(loss.item())
+            return loss
 
         return step
 
-    compiled = Compiled()
-    train_both(make, compiled=compiled, calls=8)
-    assert compiled.launches > 0
+    live = train_both(make, calls=6)
+    assert live.stats.launches == 5
+    assert slow == []
 
 
 def test_a_write_to_what_a_recorded_call_reads_comes_behind_it() -> None:

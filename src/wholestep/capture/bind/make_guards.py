@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
-
-import torch
 
 from wholestep.capture.bind.captured import BindingSpec, StateRef
 from wholestep.capture.functionalize.storage_resize import StorageSizes
@@ -195,7 +193,7 @@ def _storage_sizes(spec: BindingSpec, context: StepContext) -> StorageSizes:
 
 
 def _branch_guard(spec: BindingSpec, context: StepContext) -> BranchGuard:
-    """Readies the predicates for calls: sources read hyper-parameters as 0-d tensors and clone state."""
+    """Readies the predicates for calls: sources read hyper-parameters and clone state."""
     assert spec.reads.predicates is not None
     module, truths, lines = spec.reads.predicates
     slots, hypers, groups = context.state.slots, context.lifter.hypers, ranks()
@@ -206,15 +204,11 @@ def _branch_guard(spec: BindingSpec, context: StepContext) -> BranchGuard:
                 tensor = slots[slot].tensor
                 sources[name] = tensor.detach().clone if tensor.dim() == 0 else None
             case HyperparameterSource(number):
-                sources[name] = _boxed(hypers[number].read)
+                sources[name] = hypers[number].read
             case RankSource(number):
                 sources[name] = partial(int, groups[number].number)
     used = tuple(sources[node.name] for node in module.graph.find_nodes(op="placeholder"))
     return BranchGuard(module.forward, used, tuple(truths), tuple(lines))
-
-
-def _boxed(read: Callable[[], float]) -> Callable[[], torch.Tensor]:
-    return lambda: torch.tensor(read(), dtype=torch.float64, device="cpu")
 
 
 def _optimizer_snapshots(spec: BindingSpec, context: StepContext) -> list[Snapshot]:
