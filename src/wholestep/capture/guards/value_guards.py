@@ -44,14 +44,18 @@ class BranchGuard(Guard):
     _known: list[bytes] = field(default_factory=list, init=False, repr=False)
     """The bits of the numbers of the last call for which all was as in the trace: most calls have the same again."""
 
+    def truths_for(self, numbers: Sequence[Any]) -> Sequence[bool]:
+        """The conditions for what `sources` have read."""
+        with torch.no_grad():
+            found: Sequence[bool] = self.function(*map(_boxed, numbers))
+        return found
+
     def why_not(self, call: Call) -> str | None:
         numbers = [source() for source in self.sources]
         bits = None if any(isinstance(one, torch.Tensor) for one in numbers) else array("d", numbers).tobytes()
         if bits is not None and bits in self._known:
             return None
-        with torch.no_grad():
-            now = self.function(*map(_boxed, numbers))
-        for before, after, line in zip(self.truths, now, self.lines, strict=True):
+        for before, after, line in zip(self.truths, self.truths_for(numbers), self.lines, strict=True):
             if before != after:
                 return f"the condition at {line} was {before}, is {after}"
         if bits is not None:

@@ -43,8 +43,7 @@ def test_a_branch_on_a_rate_is_a_predicate() -> None:
     number = branches.lines.index(CONDITION)
     assert branches.truths[number] is True
     opt.param_groups[0]["lr"] = 0.01
-    with torch.no_grad():
-        assert branches.function(*(source() for source in branches.sources))[number] is False
+    assert branches.truths_for([source() for source in branches.sources])[number] is False
 
 
 def test_a_flip_is_one_retrace_that_names_the_condition_and_the_old_graph_is_kept() -> None:
@@ -107,8 +106,7 @@ def test_predicates_do_not_move_the_state() -> None:
     branches = branch_guard(found.guards)
     assert branches is not None
     for _ in range(7):
-        with torch.no_grad():
-            branches.function(*(source() for source in branches.sources))
+        branches.truths_for([source() for source in branches.sources])
     assert all(held["step"] == 0 for held in opt.state.values())
 
 
