@@ -30,7 +30,7 @@ ROOMS = """
     runtime/distributed runtime runtime/sharding runtime/checkpoint runtime/verify
     lower/codecache lower/gemm lower/kernels lower/decompositions lower/base lower/cudagraph lower/foreach
     lower/inductor lower
-    live/recording live/sizes live/opaque live api/report api/cache api adapters spmd __init__
+    live/recording live/sizes live/opaque live/pieces live api/report api/cache api adapters spmd __init__
     cli/common cli/workloads cli/suite cli __main__
 """.split()
 """Folders below src/wholestep, and the files beside them: a file may import from its own room and from those before it.
@@ -208,7 +208,7 @@ DOORS: dict[str, dict[str, str]] = {
         "torch._C._pop_torch_function_stack": "takes that mode off for a while",
         "torch._C._push_on_torch_function_stack": "likewise",
     },
-    "live/observation.py": {"torch._C._EnableTorchFunction": "a call runs as it would in eager code"},
+    "live/pieces/observation.py": {"torch._C._EnableTorchFunction": "a call runs as it would in eager code"},
     "live/opaque/functions.py": {
         "torch.optim.optimizer._global_optimizer_post_hooks": "hooks on the steps of all optimizers, which are Python",
         "torch.optim.optimizer._global_optimizer_pre_hooks": "likewise",

@@ -8,7 +8,7 @@ FOLLOWING = "tests/unit/live/test_following.py"
 DRAWS = "tests/unit/live/test_draws.py"
 LATE = "tests/unit/live/test_late_reading.py"
 GRAPHS = "tests/unit/live/test_graphs_and_reads.py"
-MODULES = "tests/unit/live/test_modules.py"
+MODULES = "tests/unit/live/opaque/test_modules.py"
 FORWARD = "tests/unit/live/test_forward.py"
 SPECULATION = "tests/unit/live/test_speculation.py"
 LIBRARIES = "tests/unit/capture/reach/test_reachability_libraries.py::test_globals_of_a_package_are_read_at_every_call"
@@ -34,7 +34,7 @@ LIVE_MUTATIONS = (
     Mutation(
         name="handles_are_no_results",
         what="a piece does not give what somebody still holds",
-        file="live/pending_calls.py",
+        file="live/pieces/pending_calls.py",
         old="        results = self._launched(PieceSpec(span, (*written, *alive)))",
         new="        alive.clear()\n        results = self._launched(PieceSpec(span, tuple(written)))",
         tests=(
@@ -53,7 +53,7 @@ LIVE_MUTATIONS = (
     Mutation(
         name="graphs_are_freed_at_once",
         what="what is recorded counts as used up, though a backward may still come",
-        file="live/pending_calls.py",
+        file="live/pieces/pending_calls.py",
         old="        return any(value not in freed and tensor.requires_grad for value, tensor in alive.items())",
         new="        return False",
         tests=(GRAPHS,),
@@ -69,7 +69,7 @@ LIVE_MUTATIONS = (
     Mutation(
         name="arrays_not_copied",
         what="a recorded call reads an array when it runs",
-        file="live/tensors.py",
+        file="live/pieces/tensors.py",
         old="            copies = self.copies_shared and not tensor.requires_grad and self.is_shared(tensor)",
         new="            copies = False",
         tests=(f"{LATE}::test_an_array_that_is_written_behind_a_recorded_call",),
@@ -88,12 +88,12 @@ LIVE_MUTATIONS = (
         file="live/opaque/redirect.py",
         old="                        one.function.__code__ = one.original",
         new="                        pass",
-        tests=("tests/unit/live/test_redirect.py::test_redirections_end_with_the_last_live_step",),
+        tests=("tests/unit/live/opaque/test_redirect.py::test_redirections_end_with_the_last_live_step",),
     ),
     Mutation(
         name="speculation_is_final",
         what="gradients of a backward that ran ahead are put in place though Python goes another way",
-        file="live/pending_calls.py",
+        file="live/pieces/pending_calls.py",
         old="        states = speculation.before.put_back()\n",
         new="        states = speculation.before.put_back()\n        speculation.put()\n",
         tests=(f"{SPECULATION}::test_python_goes_another_way[returns]",),
@@ -101,7 +101,7 @@ LIVE_MUTATIONS = (
     Mutation(
         name="speculation_forgets_buffers",
         what="what is executed again after a backward ran ahead of it finds buffers as the piece has left them",
-        file="live/speculation.py",
+        file="live/pieces/speculation.py",
         old="                tensor.detach().copy_(values)",
         new="                pass",
         tests=(f"{SPECULATION}::test_python_goes_another_way[twice]",),
@@ -109,7 +109,7 @@ LIVE_MUTATIONS = (
     Mutation(
         name="speculation_draws_again",
         what="what is executed again after a backward ran ahead of it draws other numbers",
-        file="live/speculation.py",
+        file="live/pieces/speculation.py",
         old="            one.set_state(state)",
         new="            pass",
         tests=(f"{SPECULATION}::test_python_goes_another_way[twice]",),
@@ -117,7 +117,7 @@ LIVE_MUTATIONS = (
     Mutation(
         name="gradients_replaced",
         what="gradients that were held back replace those that are there",
-        file="live/speculation.py",
+        file="live/pieces/speculation.py",
         old="                    leaf.grad.add_(grad)\n",
         new="                    leaf.grad.copy_(grad)\n",
         tests=(f"{SPECULATION}::test_gradients_add_up",),
@@ -157,7 +157,7 @@ LIVE_MUTATIONS = (
     Mutation(
         name="backwards_repeated",
         what="a backward in front of a read is executed again where Python goes another way",
-        file="live/speculation.py",
+        file="live/pieces/speculation.py",
         old="    return steps or record.key.function in BACKWARDS or record.writes_grads",
         new="    return False",
         tests=(f"{GRAPHS}::test_a_backward_in_front_of_a_read_is_not_executed_again_when_python_goes_another_way",),
@@ -271,7 +271,7 @@ LIVE_MUTATIONS = (
     Mutation(
         name="other_tensors_on_the_memory_not_put_back",
         what="a forward that runs again reads what was written through another tensor behind it",
-        file="live/forward.py",
+        file="live/pieces/forward.py",
         old="            for operand in record.writes_to:",
         new="            for operand in [record.operands[number] for number in record.writes]:",
         tests=(f"{FORWARD}::test_what_is_written_through_another_tensor_on_its_memory_is_put_back[data]",),
@@ -279,7 +279,7 @@ LIVE_MUTATIONS = (
     Mutation(
         name="values_not_written_again",
         what="a value that Python holds stays what it was, though a call behind a read writes to it",
-        file="live/pending_calls.py",
+        file="live/pieces/pending_calls.py",
         old="        if span == new:",
         new="        if True:",
         tests=(f"{FORWARD}::test_a_value_that_is_written_to_behind_a_read_is_written_where_it_is_held[view]",),

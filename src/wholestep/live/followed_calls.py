@@ -13,15 +13,15 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from wholestep.live.observation import hooks_on_gradients
-from wholestep.live.pending_calls import Launcher, PendingCalls
+from wholestep.live.pieces.observation import hooks_on_gradients
+from wholestep.live.pieces.pending_calls import Launcher, PendingCalls
+from wholestep.live.pieces.shape_inference import resized
 from wholestep.live.recording.fast_match import FastRecord
 from wholestep.live.recording.handle import Handle
 from wholestep.live.recording.modes import recordable_modes
 from wholestep.live.recording.path import BACKWARDS, Path
 from wholestep.live.recording.record import Read, Record
 from wholestep.live.recording.snapshot import OptimizerSnapshot, OptimizerWatch
-from wholestep.live.shape_inference import resized
 
 NOT_SURE = object()
 """Where only the long comparison can tell whether a call is a known one."""

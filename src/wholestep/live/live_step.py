@@ -16,14 +16,14 @@ from wholestep.errors import CaptureError, PeerRefusedError, RetraceLimitError
 from wholestep.live.opaque.functions import redirected
 from wholestep.live.opaque.modules import OpaqueModule, OpaqueModules
 from wholestep.live.peers import ENDS, PUTS_GRADIENTS, Event, Peers
-from wholestep.live.pending_calls import PendingCalls
-from wholestep.live.piece import Piece, PieceSpec, make_piece, size_carrier
+from wholestep.live.pieces.pending_calls import PendingCalls
+from wholestep.live.pieces.piece import Piece, PieceSpec, make_piece, size_carrier
+from wholestep.live.pieces.tensors import inputs_of
 from wholestep.live.recording.handle import CURRENT, RecordingMode
 from wholestep.live.recording.path import Path, Paths
 from wholestep.live.recording.record import Read
 from wholestep.live.recording.snapshot import AsRecorded, OptimizerWatch, as_recorded, first_conflict
 from wholestep.live.run import Run
-from wholestep.live.tensors import inputs_of
 
 
 class Compiled(Protocol):

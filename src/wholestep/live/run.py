@@ -22,9 +22,10 @@ from torch.optim import Optimizer
 from wholestep.capture.python.user_frame import current_line
 from wholestep.capture.tracing.tensor_swap import swap_contents
 from wholestep.live.followed_calls import NOT_SURE, FollowedCalls
-from wholestep.live.observation import execute, hooks_on_gradients, observe, unknown_argument
 from wholestep.live.opaque.modules import OpaqueModule, OpaqueModules
-from wholestep.live.pending_calls import Launcher
+from wholestep.live.pieces.observation import execute, hooks_on_gradients, observe, unknown_argument
+from wholestep.live.pieces.pending_calls import Launcher
+from wholestep.live.pieces.shape_inference import resized
 from wholestep.live.recording.difference import difference
 from wholestep.live.recording.handle import CURRENT, Handle, made, recording_paused
 from wholestep.live.recording.metadata import METADATA
@@ -43,7 +44,6 @@ from wholestep.live.recording.record import (
 )
 from wholestep.live.recording.snapshot import OptimizerWatch
 from wholestep.live.recording.structure import Structure, flatten, unflatten
-from wholestep.live.shape_inference import resized
 from wholestep.live.sizes.indices import plain_index
 
 _CallWithoutTensors = tuple[Any, Structure, tuple[Any, ...]]

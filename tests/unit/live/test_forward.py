@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.live.both import CALLS, Compiled, Step, Training, train_both
-from wholestep.live.forward import Before
+from wholestep.live.pieces.forward import Before
 
 
 def matching(training: Training) -> Step:

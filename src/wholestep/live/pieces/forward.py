@@ -17,9 +17,9 @@ import torch
 from torch.optim import Optimizer
 
 from wholestep.live.opaque.modules import OpaqueModule
+from wholestep.live.pieces.tensors import TensorTable
 from wholestep.live.recording.path import BACKWARDS, Path
 from wholestep.live.recording.record import EXTERNAL, Record
-from wholestep.live.tensors import TensorTable
 
 States = tuple[tuple[torch.Generator, torch.Tensor], ...]
 """Generators and where they stand."""

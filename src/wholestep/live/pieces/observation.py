@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from wholestep.live.opaque.modules import OpaqueModule
+from wholestep.live.pieces.tensors import TensorTable
 from wholestep.live.recording.freed_graphs import freed_graphs
 from wholestep.live.recording.handle import Handle
 from wholestep.live.recording.observer import Observer
@@ -20,7 +21,6 @@ from wholestep.live.recording.path import BACKWARDS
 from wholestep.live.recording.record import Key, Operand, OutputMeta, Record, Value, is_constant, name_of
 from wholestep.live.recording.snapshot import OptimizerSnapshot
 from wholestep.live.recording.structure import LEAF, Structure, flatten
-from wholestep.live.tensors import TensorTable
 
 
 def execute(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

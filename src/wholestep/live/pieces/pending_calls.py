@@ -9,16 +9,16 @@ from typing import Any, Protocol
 import torch
 
 from wholestep.capture.python.user_frame import current_line
-from wholestep.live.forward import Before, Forward, cannot_be_repeated
-from wholestep.live.observation import execute
-from wholestep.live.piece import PieceSpec
-from wholestep.live.recorded_calls import RecordedCalls
+from wholestep.live.pieces.forward import Before, Forward, cannot_be_repeated
+from wholestep.live.pieces.observation import execute
+from wholestep.live.pieces.piece import PieceSpec
+from wholestep.live.pieces.recorded_calls import RecordedCalls
+from wholestep.live.pieces.speculation import SpeculativeBackward, num_externals, plan_speculation
 from wholestep.live.recording.handle import fulfil, with_freed_graph
 from wholestep.live.recording.modes import PendingDraws, modes_off
 from wholestep.live.recording.path import BACKWARDS, Path
 from wholestep.live.recording.record import VALUE, OutputMeta, Record, Value
 from wholestep.live.recording.structure import unflatten
-from wholestep.live.speculation import SpeculativeBackward, num_externals, plan_speculation
 
 _NO_PIECE = "and what is recorded is no piece"
 _DRAWN = "and something else has drawn random numbers since then"

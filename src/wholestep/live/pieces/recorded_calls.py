@@ -8,15 +8,15 @@ from typing import Any
 import torch
 
 from wholestep.capture.python.user_frame import current_line
-from wholestep.live.observation import execute, flat_result
 from wholestep.live.opaque.modules import OpaqueModule
+from wholestep.live.pieces.observation import execute, flat_result
+from wholestep.live.pieces.tensors import TensorTable
 from wholestep.live.recording.handle import fulfil
 from wholestep.live.recording.modes import under
 from wholestep.live.recording.path import Path, asked_grads
 from wholestep.live.recording.record import EXTERNAL, NUMBER, VALUE, Operand, Read, Record, Value
 from wholestep.live.recording.snapshot import AsRecorded, OptimizerSnapshot, as_recorded
 from wholestep.live.recording.structure import unflatten
-from wholestep.live.tensors import TensorTable
 
 
 class RecordedCalls:

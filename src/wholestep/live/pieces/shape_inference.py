@@ -19,15 +19,15 @@ from typing import Any
 import torch
 
 from wholestep.capture.tracing.fake_kernels import LayoutFakeMode
-from wholestep.live.observation import execute, flat_result
 from wholestep.live.opaque.modules import OpaqueModule
+from wholestep.live.pieces.observation import execute, flat_result
+from wholestep.live.pieces.tensors import TensorTable
 from wholestep.live.recording.modes import under
 from wholestep.live.recording.path import Path, moving_operands
 from wholestep.live.recording.record import EXTERNAL, NUMBER, VALUE, Operand, OutputMeta, Record, name_of
 from wholestep.live.recording.structure import unflatten
 from wholestep.live.sizes.all_sizes import AllSizes, Call, fake, layout_of
 from wholestep.live.sizes.module_sizes import Layout
-from wholestep.live.tensors import TensorTable
 
 log = logging.getLogger("wholestep.live")
 

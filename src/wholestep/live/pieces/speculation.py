@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from wholestep.live.forward import Before
 from wholestep.live.opaque.modules import OpaqueModule
+from wholestep.live.pieces.forward import Before
+from wholestep.live.pieces.tensors import TensorTable
 from wholestep.live.recording.path import BACKWARDS, Path
 from wholestep.live.recording.record import CONSTANT, EXTERNAL, NUMBER, VALUE, Record, Value, name_of
-from wholestep.live.tensors import TensorTable
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,9 +61,9 @@ class Path:
     sized: frozenset[int] = field(init=False, default=frozenset())
     """The records whose outputs have sizes that follow from sizes or numbers which are others in every call."""
     all_sizes: dict[int, Any] = field(init=False, default_factory=dict)
-    """By record its `AllSizes`, None where there are none; see `live/shape_inference.py`."""
+    """By record its `AllSizes`, None where there are none; see `live/pieces/shape_inference.py`."""
     seen_outputs: dict[Any, Record | str] = field(init=False, default_factory=dict)
-    """Such records for sizes that were met, or why there is none; see `live/shape_inference.py`."""
+    """Such records for sizes that were met, or why there is none; see `live/pieces/shape_inference.py`."""
     kinds: list[StateKind | None] = field(init=False)
     """Of the tensors from outside that are state: what else than their numbers decides what calls give."""
     freed: list[set[Value]] = field(init=False)
