@@ -13,7 +13,7 @@ from wholestep.live.forward import Before, Forward, cannot_be_repeated
 from wholestep.live.observation import execute
 from wholestep.live.piece import PieceSpec
 from wholestep.live.recorded_calls import RecordedCalls
-from wholestep.live.recording.handle import fulfil, with_freed_graph
+from wholestep.live.recording.handle import as_eager_gives, fulfil
 from wholestep.live.recording.modes import PendingDraws, modes_off
 from wholestep.live.recording.path import BACKWARDS, Path
 from wholestep.live.recording.record import VALUE, OutputMeta, Record, Value
@@ -213,7 +213,7 @@ class PendingCalls(RecordedCalls, ABC):
             (number, output), handle = alive.popitem()
             meta = self.records[number].outputs[output]
             assert meta is not None
-            fulfil(handle, with_freed_graph(results.pop(), meta))
+            fulfil(handle, as_eager_gives(results.pop(), meta))
 
     def _holds_graph(self, alive: dict[Value, torch.Tensor], end: int) -> bool:
         """Whether somebody may still ask for gradients of records in front of `end`, through a tensor that is alive.
@@ -281,7 +281,7 @@ class PendingCalls(RecordedCalls, ABC):
             if meta is None or meta.alias is not None:
                 results.append(None if meta is None or meta.alias is None else leaves[meta.alias])
             else:
-                value = with_freed_graph(speculation.values.pop((number, output)), meta)
+                value = as_eager_gives(speculation.values.pop((number, output)), meta)
                 results.append(self.tensors.note_value(value, (number, output)))
         return unflatten(record.output_structure, results)
 

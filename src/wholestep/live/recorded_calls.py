@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -84,6 +84,25 @@ class RecordedCalls:
         if operand.kind == EXTERNAL:
             return self.tensors.externals[operand.key]
         return self.tensors.numbers[operand.key] if operand.kind == NUMBER else operand.key
+
+    def joins_others(self, joined: Sequence[torch.Tensor], writes_to: Sequence[Operand]) -> bool:
+        """Whether a call that put these tensors into a graph did so with others, too: a view brings what it views.
+
+        `writes_to` are all on the memory to which it wrote. A record says of its arguments alone what they become, and
+        of those that are values.
+        """
+        if not all(self.tensors.value_of(one) for one in joined):
+            return True
+        others = self._others(writes_to, joined) if joined else ()
+        return any(one.grad_fn is not None and not was_in_graph for one, was_in_graph in others)
+
+    def _others(self, found: Sequence[Operand], joined: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, bool]]:
+        """Tensors of the run that are none of `joined`, and whether they were in a graph when they came into it."""
+        for kind, key, detail in found:
+            tensor = self.tensors.tensor_of((key, detail)) if kind == VALUE else self.tensors.externals[key]
+            if not any(tensor is one for one in joined):
+                meta = self.records[key].outputs[detail] if kind == VALUE else None
+                yield tensor, meta is not None and meta.requires_grad
 
     def make_no_path(self, why: str) -> None:
         """Says why this run can be no path for later ones."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+import wholestep as ws
 from tests.harness.equality import equal
 from wholestep.live.live_step import LiveStep
 
@@ -116,3 +117,14 @@ def train_both(
         between(eager, call)
         between(live, call)
     return live_step
+
+
+def train_by_stages(make_step: Callable[[Training], Step], calls: int = 4) -> None:
+    """The same with pieces that the stages compile: what is peculiar to results of a graph is there then."""
+    eager, live = Training(), Training()
+    wanted, step = make_step(eager), ws.compile(make_step(live), backend="eager")
+    for call in range(calls):
+        torch.manual_seed(call)
+        returned = wanted(*batch(call))
+        torch.manual_seed(call)
+        assert_same([step(*batch(call)), live.state()], [returned, eager.state()], f"call {call}")

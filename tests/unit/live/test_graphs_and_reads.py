@@ -11,7 +11,7 @@ from torch import Tensor
 
 import wholestep as ws
 from tests.harness.training import backward_and_step
-from tests.unit.live.both import CALLS, Compiled, Step, Training, assert_same, batch, train_both
+from tests.unit.live.both import CALLS, Compiled, Step, Training, train_both, train_by_stages
 
 
 class AsAGraph(Compiled):
@@ -301,14 +301,7 @@ def test_a_value_that_is_asked_for_in_inference_mode() -> None:
 
         return step
 
-    eager, live = Training(), Training()
-    wanted, step = make(eager), ws.compile(make(live), backend="eager")
-    for call in range(4):
-        torch.manual_seed(call)
-        loss = wanted(*batch(call))
-        torch.manual_seed(call)
-        assert torch.equal(step(*batch(call)), loss)
-        assert_same(live.state(), eager.state(), f"call {call}")
+    train_by_stages(make)
 
 
 def test_an_output_that_retains_its_gradient_behind_a_read() -> None:
@@ -328,11 +321,47 @@ def test_an_output_that_retains_its_gradient_behind_a_read() -> None:
 
         return step
 
-    eager, live = Training(), Training()
-    wanted, step = make(eager), ws.compile(make(live), backend="eager")
-    for call in range(4):
-        torch.manual_seed(call)
-        loss = wanted(*batch(call))
-        torch.manual_seed(call)
-        assert torch.equal(step(*batch(call)), loss)
-        assert_same(live.state(), eager.state(), f"call {call}")
+    train_by_stages(make)
+
+
+ROWS = {
+    "of what has a graph": lambda training, out: out.detach()[0],
+    "of a parameter": lambda training, out: training.model.first.weight.data[0],
+    "of what is given, too": lambda training, out: training.__dict__.setdefault("held", [out.data])[0][0],
+}
+
+
+@pytest.mark.parametrize("row_of", ROWS.values(), ids=ROWS)
+def test_a_view_without_a_graph_is_written_to_behind_a_read(row_of: Any) -> None:
+    """Graphs make views without gradients, of what may require grad: torch refuses to write to such ones."""
+
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> Tensor:
+            out = training.model(x)
+            loss = training.update(out.square().mean())
+            row = row_of(training, out)
+            row.mul_(0.5 + loss.item() % 1.0)
+            training.__dict__.pop("held", None)
+            training.notes.append((row.requires_grad, row.clone()))
+            return out.detach()
+
+        return step
+
+    train_by_stages(make, calls=6)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_view_brings_what_it_views_into_a_graph(reads: bool) -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> Tensor:
+            out = training.model(x).detach()
+            row = out[0]
+            if reads:
+                training.notes.append(row.sum().item())
+            row.mul_(training.model.last.weight.sum())
+            training.notes.append(out.requires_grad)
+            return training.update(out.sum()).detach()
+
+        return step
+
+    train_by_stages(make)
