@@ -9,6 +9,7 @@ LATE = "tests/unit/live/test_late_reading.py"
 GRAPHS = "tests/unit/live/test_graphs_and_reads.py"
 MODULES = "tests/unit/live/test_modules.py"
 FORWARD = "tests/unit/live/test_forward.py"
+VIEWS = "tests/unit/live/test_views.py"
 SPECULATION = "tests/unit/live/test_speculation.py"
 LIBRARIES = "tests/unit/capture/reach/test_reachability_libraries.py::test_globals_of_a_package_are_read_at_every_call"
 REMAINDERS = "tests/unit/capture/scalars/test_float_remainders.py"
@@ -48,6 +49,42 @@ LIVE_MUTATIONS = (
         old='        self._run_pending(f"{name_of(function)} asks for a value")\n',
         new="",
         tests=(f"{FOLLOWING}::test_a_value_that_is_asked_for_in_the_middle_ends_a_piece",),
+    ),
+    Mutation(
+        name="graphs_set_on_results",
+        what="what eager code would have of graphs is set on a result that others may be views of",
+        file="live/recording/handle.py",
+        old="    result = result.detach()\n    if not meta.graph:\n        return result.requires_grad_(meta.requires_grad)",
+        new="    if not meta.graph:\n        return result",
+        tests=(f"{VIEWS}::test_what_a_module_gives_on_one_memory_is_written_to_behind_a_read",),
+    ),
+    Mutation(
+        name="views_of_nothing",
+        what="a view is what a piece gives for it, on memory of the graph's own",
+        file="live/pending_calls.py",
+        old="        view = self.view_again(value, made)\n",
+        new="        view = None\n",
+        tests=(
+            f"{VIEWS}::test_views_of_what_a_forward_gave_that_ran_again_are_on_the_memory_that_python_holds",
+            f"{VIEWS}::test_a_view_without_a_graph_is_written_to_behind_a_read[of a parameter]",
+            f"{VIEWS}::test_a_view_brings_what_it_views_into_a_graph[3-True]",
+        ),
+    ),
+    Mutation(
+        name="views_bring_nothing",
+        what="what a view brings into a graph is not looked at",
+        file="live/recorded_calls.py",
+        old="        others = self._others(writes_to, joined) if joined else ()",
+        new="        others: Sequence[tuple[torch.Tensor, bool]] = ()",
+        tests=(f"{VIEWS}::test_a_view_brings_what_it_views_into_a_graph[0-True]",),
+    ),
+    Mutation(
+        name="memory_exchanged_unseen",
+        what="a call that gives its argument other memory is recorded like any other",
+        file="live/observation.py",
+        old="    memory = (tensor.stride(), tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None",
+        new="    memory = None",
+        tests=(f"{VIEWS}::test_memory_that_is_exchanged_is_not_that_of_a_view",),
     ),
     Mutation(
         name="graphs_are_freed_at_once",

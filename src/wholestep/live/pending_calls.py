@@ -208,12 +208,18 @@ class PendingCalls(RecordedCalls, ABC):
         return results
 
     def _fulfil(self, alive: dict[Value, torch.Tensor], results: list[torch.Tensor]) -> None:
-        """Gives the handles the last of the results."""
-        while alive:
-            (number, output), handle = alive.popitem()
-            meta = self.records[number].outputs[output]
-            assert meta is not None
-            fulfil(handle, as_eager_gives(results.pop(), meta))
+        """Gives the handles the last of the results; a view comes behind what it is a view of."""
+        taken, made = results[len(results) - len(alive) :][::-1], dict[int, list[Any]]()
+        del results[len(results) - len(alive) :]
+        for value in list(alive):
+            fulfil(alive.pop(value), self._given_back(value, taken.pop(), made))
+
+    def _given_back(self, value: Value, result: torch.Tensor, made: dict[int, list[Any]]) -> torch.Tensor:
+        """A result of a piece as eager code would have it. For `made` see `view_again`."""
+        meta = self.records[value[0]].outputs[value[1]]
+        assert meta is not None
+        view = self.view_again(value, made)
+        return as_eager_gives(result, meta) if view is None else view
 
     def _holds_graph(self, alive: dict[Value, torch.Tensor], end: int) -> bool:
         """Whether somebody may still ask for gradients of records in front of `end`, through a tensor that is alive.
@@ -277,11 +283,12 @@ class PendingCalls(RecordedCalls, ABC):
         if number in speculation.plan.skipped:
             return execute(record.key.function, args, kwargs)
         results: list[torch.Tensor | None] = []
+        made: dict[int, list[Any]] = {}
         for output, meta in enumerate(record.outputs):
             if meta is None or meta.alias is not None:
                 results.append(None if meta is None or meta.alias is None else leaves[meta.alias])
             else:
-                value = as_eager_gives(speculation.values.pop((number, output)), meta)
+                value = self._given_back((number, output), speculation.values.pop((number, output)), made)
                 results.append(self.tensors.note_value(value, (number, output)))
         return unflatten(record.output_structure, results)
 

@@ -18,6 +18,9 @@ from wholestep.live.recording.snapshot import AsRecorded, OptimizerSnapshot, as_
 from wholestep.live.recording.structure import unflatten
 from wholestep.live.tensors import TensorTable
 
+_NOT_HELD = object()
+"""In the place of an operand that nobody holds."""
+
 
 class RecordedCalls:
     """Calls in order, with what they were given."""
@@ -65,6 +68,42 @@ class RecordedCalls:
                 fulfil(handles[value], found.pop())
             else:
                 results[value] = self.tensors.note_value(found.pop(), value)
+
+    def view_again(self, value: Value, made: dict[int, list[Any]]) -> torch.Tensor | None:
+        """A value that is a view, by its own call of the tensor that it is a view of; None if it is none.
+
+        A graph gives it on whatever memory it likes, as if it was new: on that of a parameter from before the update,
+        or of a forward that ran again. So what Python holds would no longer see what is written to the other. `made`
+        holds what calls have given meanwhile that was not asked for. None, too, if nobody holds what it is a view of.
+        """
+        number, output = value
+        record = self.records[number]
+        meta = record.outputs[output]
+        if meta is None or meta.views is None or not record.only_views:
+            return None
+        if number not in made:
+            leaves = [self._held(one, made) for one in record.operands]
+            if any(leaf is _NOT_HELD for leaf in leaves):
+                return None
+            args, kwargs = unflatten(record.key.structure, leaves)
+            grad, _, *others = record.key.modes  # tensors of pieces are none of inference mode, nor may their views be
+            with under((grad, False, *others)):
+                made[number] = flat_result(record.key.function, execute(record.key.function, args, kwargs))[0]
+        view: torch.Tensor | None = made[number][output]
+        made[number][output] = None  # whoever holds a result is told from us by the number of references
+        is_same = view is not None and (view.shape, view.stride(), view.dtype) == (meta.shape, meta.stride, meta.dtype)
+        return view if is_same else None
+
+    def _held(self, operand: Operand, made: dict[int, list[Any]]) -> Any:
+        """An operand as somebody holds it, or as a view of such a one; `_NOT_HELD` if there is none."""
+        if operand.kind == EXTERNAL:
+            return self.tensors.own(operand.key)
+        if operand.kind != VALUE:
+            return self._leaf(operand, {})
+        value = (operand.key, operand.detail)
+        found = self.tensors.if_alive(value)
+        found = self.view_again(value, made) if found is None else found
+        return _NOT_HELD if found is None else found
 
     def read_by(self, records: Sequence[Record], numbers: Iterable[int]) -> list[AsRecorded]:
         """What some of `records` read of Python, as it was when they were recorded. Some may be still to come."""

@@ -78,6 +78,19 @@ class Compiled:
         return run
 
 
+class AsAGraph(Compiled):
+    """Inputs are tensors of the graph's own, on the memory of those given; results have no way back."""
+
+    def __call__(self, function: Step) -> Step:
+        run = super().__call__(function)
+
+        def graph(inputs: list[Tensor], numbers: list[float], sizes: list[Tensor]) -> list[Tensor | None]:
+            own = [one.detach().requires_grad_(one.requires_grad) if one.is_leaf else one for one in inputs]
+            return [None if one is None else one.detach() for one in run(own, numbers, sizes)]
+
+        return graph
+
+
 def batch(call: int) -> tuple[Tensor, ...]:
     """The arguments of a call, as most steps take them."""
     return (torch.randn(3, 4, generator=torch.Generator().manual_seed(call)),)

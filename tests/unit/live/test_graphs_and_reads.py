@@ -11,20 +11,7 @@ from torch import Tensor
 
 import wholestep as ws
 from tests.harness.training import backward_and_step
-from tests.unit.live.both import CALLS, Compiled, Step, Training, train_both, train_by_stages
-
-
-class AsAGraph(Compiled):
-    """Inputs are tensors of the graph's own, on the memory of those given; results have no way back."""
-
-    def __call__(self, function: Step) -> Step:
-        run = super().__call__(function)
-
-        def graph(inputs: list[Tensor], numbers: list[float], sizes: list[Tensor]) -> list[Tensor | None]:
-            own = [one.detach().requires_grad_(one.requires_grad) if one.is_leaf else one for one in inputs]
-            return [None if one is None else one.detach() for one in run(own, numbers, sizes)]
-
-        return graph
+from tests.unit.live.both import CALLS, AsAGraph, Compiled, Step, Training, train_both, train_by_stages
 
 
 def test_a_call_that_gives_its_argument_behind_a_read_whose_backward_ran_ahead() -> None:
@@ -318,49 +305,6 @@ def test_an_output_that_retains_its_gradient_behind_a_read() -> None:
             loss = training.update(out.square().mean())
             training.notes.append(out.grad)
             return loss.detach()
-
-        return step
-
-    train_by_stages(make)
-
-
-ROWS = {
-    "of what has a graph": lambda training, out: out.detach()[0],
-    "of a parameter": lambda training, out: training.model.first.weight.data[0],
-    "of what is given, too": lambda training, out: training.__dict__.setdefault("held", [out.data])[0][0],
-}
-
-
-@pytest.mark.parametrize("row_of", ROWS.values(), ids=ROWS)
-def test_a_view_without_a_graph_is_written_to_behind_a_read(row_of: Any) -> None:
-    """Graphs make views without gradients, of what may require grad: torch refuses to write to such ones."""
-
-    def make(training: Training) -> Step:
-        def step(x: Tensor) -> Tensor:
-            out = training.model(x)
-            loss = training.update(out.square().mean())
-            row = row_of(training, out)
-            row.mul_(0.5 + loss.item() % 1.0)
-            training.__dict__.pop("held", None)
-            training.notes.append((row.requires_grad, row.clone()))
-            return out.detach()
-
-        return step
-
-    train_by_stages(make, calls=6)
-
-
-@pytest.mark.parametrize("reads", [False, True])
-def test_a_view_brings_what_it_views_into_a_graph(reads: bool) -> None:
-    def make(training: Training) -> Step:
-        def step(x: Tensor) -> Tensor:
-            out = training.model(x).detach()
-            row = out[0]
-            if reads:
-                training.notes.append(row.sum().item())
-            row.mul_(training.model.last.weight.sum())
-            training.notes.append(out.requires_grad)
-            return training.update(out.sum()).detach()
 
         return step
 
