@@ -54,8 +54,8 @@ LIVE_MUTATIONS = (
         name="graphs_set_on_results",
         what="what eager code would have of graphs is set on a result that others may be views of",
         file="live/recording/handle.py",
-        old="    result = result.detach()\n    if not meta.graph:\n        return result.requires_grad_(meta.requires_grad)",
-        new="    if not meta.graph:\n        return result",
+        old="    result = result.detach()\n    if not meta.graph:\n",
+        new="    if not meta.graph and not meta.requires_grad:\n        return result\n    if not meta.graph:\n",
         tests=(f"{VIEWS}::test_what_a_module_gives_on_one_memory_is_written_to_behind_a_read",),
     ),
     Mutation(
@@ -82,8 +82,8 @@ LIVE_MUTATIONS = (
         name="memory_exchanged_unseen",
         what="a call that gives its argument other memory is recorded like any other",
         file="live/observation.py",
-        old="    memory = (tensor.stride(), tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None",
-        new="    memory = None",
+        old="    return tensor.shape, tensor.dtype, memory, tensor.requires_grad",
+        new="    return tensor.shape, tensor.dtype, None, tensor.requires_grad",
         tests=(f"{VIEWS}::test_memory_that_is_exchanged_is_not_that_of_a_view",),
     ),
     Mutation(
