@@ -9,7 +9,6 @@ LATE = "tests/unit/live/test_late_reading.py"
 GRAPHS = "tests/unit/live/test_graphs_and_reads.py"
 MODULES = "tests/unit/live/test_modules.py"
 FORWARD = "tests/unit/live/test_forward.py"
-VIEWS = "tests/unit/live/test_views.py"
 SPECULATION = "tests/unit/live/test_speculation.py"
 LIBRARIES = "tests/unit/capture/reach/test_reachability_libraries.py::test_globals_of_a_package_are_read_at_every_call"
 REMAINDERS = "tests/unit/capture/scalars/test_float_remainders.py"
@@ -51,12 +50,36 @@ LIVE_MUTATIONS = (
         tests=(f"{FOLLOWING}::test_a_value_that_is_asked_for_in_the_middle_ends_a_piece",),
     ),
     Mutation(
+        name="casts_outlive_their_block",
+        what="calls that are executed late leave what autocast has cast to the block that Python is in by then",
+        file="live/recording/modes.py",
+        old="        if not (is_inside and block == _BLOCKS.ended):\n",
+        new="        if not is_inside:\n",
+        tests=(f"{GRAPHS}::test_autocast_casts_a_parameter_once_in_a_block[written_in_front_of_a_block-False]",),
+    ),
+    Mutation(
+        name="blocks_of_autocast_as_one",
+        what="which block of autocast a call is in is not looked at",
+        file="live/opaque/functions.py",
+        old="            block_may_have_ended()\n",
+        new="            pass\n",
+        tests=(f"{GRAPHS}::test_autocast_casts_a_parameter_once_in_a_block[written_in_another_block-False]",),
+    ),
+    Mutation(
+        name="casts_anew_in_a_block",
+        what="a piece casts a parameter again in one block of autocast where calls under other modes are in between",
+        file="live/piece.py",
+        old="        if any(has_casts(record.key.modes) for _, record in records):",
+        new="        if False:",
+        tests=(f"{GRAPHS}::test_autocast_casts_a_parameter_once_in_a_block[written_in_the_block-False]",),
+    ),
+    Mutation(
         name="graphs_set_on_results",
         what="what eager code would have of graphs is set on a result that others may be views of",
         file="live/recording/handle.py",
         old="    result = result.detach()\n    if not meta.graph:\n",
         new="    if not meta.graph and not meta.requires_grad:\n        return result\n    if not meta.graph:\n",
-        tests=(f"{VIEWS}::test_what_a_module_gives_on_one_memory_is_written_to_behind_a_read",),
+        tests=(f"{LATE}::test_what_a_module_gives_on_one_memory_is_written_to_behind_a_read",),
     ),
     Mutation(
         name="views_of_nothing",
@@ -65,9 +88,9 @@ LIVE_MUTATIONS = (
         old="        view = self.view_again(value, made)\n",
         new="        view = None\n",
         tests=(
-            f"{VIEWS}::test_views_of_what_a_forward_gave_that_ran_again_are_on_the_memory_that_python_holds",
-            f"{VIEWS}::test_a_view_without_a_graph_is_written_to_behind_a_read[of a parameter]",
-            f"{VIEWS}::test_a_view_brings_what_it_views_into_a_graph[3-True]",
+            f"{LATE}::test_views_of_what_a_forward_gave_that_ran_again_are_on_the_memory_that_python_holds",
+            f"{LATE}::test_a_view_without_a_graph_is_written_to_behind_a_read[of a parameter]",
+            f"{LATE}::test_a_view_brings_what_it_views_into_a_graph[3-True]",
         ),
     ),
     Mutation(
@@ -76,7 +99,7 @@ LIVE_MUTATIONS = (
         file="live/recorded_calls.py",
         old="        others = self._others(writes_to, joined) if joined else ()",
         new="        others: Sequence[tuple[torch.Tensor, bool]] = ()",
-        tests=(f"{VIEWS}::test_a_view_brings_what_it_views_into_a_graph[0-True]",),
+        tests=(f"{LATE}::test_a_view_brings_what_it_views_into_a_graph[0-True]",),
     ),
     Mutation(
         name="memory_exchanged_unseen",
@@ -84,7 +107,7 @@ LIVE_MUTATIONS = (
         file="live/observation.py",
         old="    return tensor.shape, tensor.dtype, memory, tensor.requires_grad",
         new="    return tensor.shape, tensor.dtype, None, tensor.requires_grad",
-        tests=(f"{VIEWS}::test_memory_that_is_exchanged_is_not_that_of_a_view",),
+        tests=(f"{LATE}::test_memory_that_is_exchanged_is_not_that_of_a_view",),
     ),
     Mutation(
         name="graphs_are_freed_at_once",

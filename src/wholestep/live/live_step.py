@@ -19,6 +19,7 @@ from wholestep.live.peers import ENDS, PUTS_GRADIENTS, Event, Peers
 from wholestep.live.pending_calls import PendingCalls
 from wholestep.live.piece import Piece, PieceSpec, make_piece, size_carrier
 from wholestep.live.recording.handle import CURRENT, RecordingMode
+from wholestep.live.recording.modes import begin_blocks
 from wholestep.live.recording.path import Path, Paths
 from wholestep.live.recording.record import Read
 from wholestep.live.recording.snapshot import OptimizerWatch, as_recorded, first_conflict
@@ -158,6 +159,7 @@ class LiveStep:
             self._paths.all, leaves, self._launch,
             modules=self.modules, watches=self._watches, agree_on_gradients=agree,
         )  # fmt: skip
+        begin_blocks()
         with redirected(looks=self._looks):
             CURRENT.run = run
             try:

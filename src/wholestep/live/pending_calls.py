@@ -313,8 +313,7 @@ class PendingCalls(RecordedCalls, ABC):
             return {}
         states = before.put_back()
         results: dict[Value, torch.Tensor] = {}
-        for number in range(since, self._started):
-            self.replay(number, alive, results)
+        self.replay_all(range(since, self._started), alive, results)
         for generator, state in states:
             generator.set_state(state)
         return results
@@ -328,7 +327,6 @@ class PendingCalls(RecordedCalls, ABC):
             results = self._give_graphs()
             handles = self.tensors.handles()
             results |= handles
-            for number in range(self._started, len(self.records)):
-                self.replay(number, handles, results)
+            self.replay_all(range(self._started, len(self.records)), handles, results)
         self._started = len(self.records)
         self._given.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from wholestep.capture.python.user_frame import current_line
 from wholestep.live.observation import execute, flat_result
 from wholestep.live.opaque.modules import OpaqueModule
 from wholestep.live.recording.handle import fulfil
-from wholestep.live.recording.modes import under
+from wholestep.live.recording.modes import block_of, casts_kept, under
 from wholestep.live.recording.path import Path, asked_grads
 from wholestep.live.recording.record import EXTERNAL, NUMBER, VALUE, Operand, Read, Record, Value
 from wholestep.live.recording.snapshot import AsRecorded, OptimizerSnapshot, as_recorded
@@ -48,6 +49,15 @@ class RecordedCalls:
             {value for value, one in tensors.alive().items() if one.requires_grad},
             asked_grads(self.records, tensors.had_grad),
         )  # fmt: skip
+
+    def replay_all(
+        self, numbers: Iterable[int], handles: dict[Value, torch.Tensor], results: dict[Value, torch.Tensor]
+    ) -> None:
+        """Executes records one by one, those of a block of autocast with the same casts."""
+        for block, group in groupby(numbers, lambda number: block_of(self.records[number].key.modes)):
+            with casts_kept(block):
+                for number in group:
+                    self.replay(number, handles, results)
 
     def replay(self, number: int, handles: dict[Value, torch.Tensor], results: dict[Value, torch.Tensor]) -> None:
         record = self.records[number]

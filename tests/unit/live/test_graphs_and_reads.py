@@ -117,6 +117,56 @@ def test_a_read_inside_of_autocast() -> None:
     assert len(set(seen)) == 3
 
 
+def written_in_front_of_a_block(layer: Any, x: Tensor, number: int) -> list[Tensor]:
+    found = []
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(layer(x))
+        for _ in range((2 * number + len(found) - 1) % 3):  # the third call leaves a known way in the next block
+            layer.weight.detach().mul_(0.99)
+    return found
+
+
+def written_in_another_block(layer: Any, x: Tensor, number: int) -> list[Tensor]:
+    with torch.autocast("cpu", torch.bfloat16):
+        first = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer.weight.detach().mul_(0.5)
+        return [first, layer(x)]
+
+
+def written_in_the_block(layer: Any, x: Tensor, number: int) -> list[Tensor]:
+    with torch.autocast("cpu", torch.bfloat16):
+        first = layer(x)
+        with torch.no_grad():
+            layer.weight.mul_(0.5)
+        with torch.autocast("cpu", enabled=False):
+            other = layer(x)
+        return [first, other, layer(x)]
+
+
+@pytest.mark.parametrize("goes_off", [False, True])
+@pytest.mark.parametrize("forward", [written_in_front_of_a_block, written_in_another_block, written_in_the_block])
+def test_autocast_casts_a_parameter_once_in_a_block(forward: Any, goes_off: bool) -> None:
+    """Whoever writes to it meanwhile."""
+
+    def make(training: Training) -> Step:
+        calls = iter(range(100))
+
+        def step(x: Tensor) -> None:
+            number = next(calls)
+            found = forward(training.model.first, x, number)
+            if goes_off and number > 3:
+                found.append(found[0] * number)
+            training.notes += [one.detach() for one in found]
+            training.update(torch.stack([one.float().square().mean() for one in found[:2]]).sum())
+
+        return step
+
+    train_both(make, calls=8)
+    train_by_stages(make, calls=6)
+
+
 def test_a_backward_frees_what_it_has_saved_and_no_more() -> None:
     def make(training: Training) -> Step:
         def step(x: Tensor) -> None:
