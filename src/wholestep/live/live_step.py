@@ -20,6 +20,7 @@ from wholestep.live.pieces.pending_calls import PendingCalls
 from wholestep.live.pieces.piece import Piece, PieceSpec, make_piece, size_carrier
 from wholestep.live.pieces.tensors import inputs_of
 from wholestep.live.recording.handle import CURRENT, RecordingMode
+from wholestep.live.recording.modes import begin_blocks
 from wholestep.live.recording.path import Path, Paths
 from wholestep.live.recording.record import Read
 from wholestep.live.recording.snapshot import AsRecorded, OptimizerWatch, as_recorded, first_conflict
@@ -163,6 +164,7 @@ class LiveStep:
             self._paths.all, leaves, self._launch,
             modules=self.modules, watches=self._watches, agree_on_gradients=agree,
         )  # fmt: skip
+        begin_blocks()
         with redirected(looks=self._looks):
             CURRENT.run = run
             try:

@@ -345,7 +345,7 @@ class Run(FollowedCalls):
                 self.make_no_path(f"{name_of(key.function)} gives what no record can, and gradients go through it")
             tensors.note_result(seen.result, leaves)
             return None, seen.result
-        if seen.changes_kind or not all(tensors.value_of(one) for one in seen.joined):
+        if seen.changes_kind or self.joins_others(seen.joined, seen.writes_to):
             self.make_no_path(f"{name_of(key.function)} changes the kind of its argument")
         if any(map(tensors.is_shared, seen.written)):
             self.make_no_path(f"{name_of(key.function)} writes to the memory of an array")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+import wholestep as ws
 from tests.harness.equality import equal
 from wholestep.live.live_step import LiveStep
 
@@ -90,6 +91,19 @@ class Compiled:
         return Unguarded(run)
 
 
+class AsAGraph(Compiled):
+    """Inputs are tensors of the graph's own, on the memory of those given; results have no way back."""
+
+    def __call__(self, function: Step) -> Step:
+        run = super().__call__(function)
+
+        def graph(inputs: list[Tensor], numbers: list[float], sizes: list[Tensor]) -> list[Tensor | None]:
+            own = [one.detach().requires_grad_(one.requires_grad) if one.is_leaf else one for one in inputs]
+            return [None if one is None else one.detach() for one in run(own, numbers, sizes)]
+
+        return Unguarded(graph)
+
+
 def batch(call: int) -> tuple[Tensor, ...]:
     """The arguments of a call, as most steps take them."""
     return (torch.randn(3, 4, generator=torch.Generator().manual_seed(call)),)
@@ -129,3 +143,14 @@ def train_both(
         between(eager, call)
         between(live, call)
     return live_step
+
+
+def train_by_stages(make_step: Callable[[Training], Step], calls: int = 4) -> None:
+    """The same with pieces that the stages compile: what is peculiar to results of a graph is there then."""
+    eager, live = Training(), Training()
+    wanted, step = make_step(eager), ws.compile(make_step(live), backend="eager")
+    for call in range(calls):
+        torch.manual_seed(call)
+        returned = wanted(*batch(call))
+        torch.manual_seed(call)
+        assert_same([step(*batch(call)), live.state()], [returned, eager.state()], f"call {call}")

@@ -21,6 +21,7 @@ from torch.optim import Optimizer, optimizer
 
 from wholestep.live.opaque.redirect import Redirections
 from wholestep.live.recording.handle import CURRENT, Handle
+from wholestep.live.recording.modes import block_may_have_ended
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
@@ -50,6 +51,7 @@ def _wanted() -> Iterator[tuple[types.FunctionType, Callable[[Any], Any]]]:
         for one in vars(module).values():
             if isinstance(one, types.FunctionType) and one.__module__ == module.__name__ and inspect.unwrap(one) is one:
                 yield one, _draws_told
+    yield _plain(torch.autocast.__exit__), _block_ended
     yield torch.autograd.Function.apply.__func__, _apply  # type: ignore[attr-defined]
 
 
@@ -172,6 +174,16 @@ def _draws_told(plain: Callable[..., Any]) -> Callable[..., Any]:
         return plain(*args, **kwargs)
 
     return call
+
+
+def _block_ended(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def leave(*args: Any) -> Any:
+        result = plain(*args)
+        if CURRENT.run is not None:
+            block_may_have_ended()
+        return result
+
+    return leave
 
 
 def _apply(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -119,13 +119,14 @@ def _kinds(leaves: Sequence[Any]) -> list[tuple[torch.Tensor, Any]]:
 
 
 def _kind(tensor: torch.Tensor) -> Any:
-    """What a call in place may change of an argument besides its numbers."""
-    return tensor.shape, tensor.dtype, tensor.requires_grad
+    """What a call in place may change of an argument besides its numbers, whether it requires grad last."""
+    memory = (tensor.stride(), tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+    return tensor.shape, tensor.dtype, memory, tensor.requires_grad
 
 
 def _has_joined(tensor: torch.Tensor, kind: Any) -> bool:
     """Whether a tensor of this kind is in a graph now, and that is all."""
-    return tensor.grad_fn is not None and (*kind[:2], kind[2] is False) == _kind(tensor)
+    return tensor.grad_fn is not None and (*kind[:-1], kind[-1] is False) == _kind(tensor)
 
 
 def _is_in(tensor: torch.Tensor, tensors: Sequence[Any]) -> bool:

@@ -14,7 +14,7 @@ from wholestep.live.pieces.observation import execute
 from wholestep.live.pieces.piece import PieceSpec
 from wholestep.live.pieces.recorded_calls import RecordedCalls
 from wholestep.live.pieces.speculation import SpeculativeBackward, num_externals, plan_speculation
-from wholestep.live.recording.handle import fulfil, with_freed_graph
+from wholestep.live.recording.handle import as_eager_gives, fulfil
 from wholestep.live.recording.modes import PendingDraws, modes_off
 from wholestep.live.recording.path import BACKWARDS, Path
 from wholestep.live.recording.record import VALUE, OutputMeta, Record, Value
@@ -208,12 +208,18 @@ class PendingCalls(RecordedCalls, ABC):
         return results
 
     def _fulfil(self, alive: dict[Value, torch.Tensor], results: list[torch.Tensor]) -> None:
-        """Gives the handles the last of the results."""
-        while alive:
-            (number, output), handle = alive.popitem()
-            meta = self.records[number].outputs[output]
-            assert meta is not None
-            fulfil(handle, with_freed_graph(results.pop(), meta))
+        """Gives the handles the last of the results; a view comes behind what it is a view of."""
+        taken, made = results[len(results) - len(alive) :][::-1], dict[int, list[Any]]()
+        del results[len(results) - len(alive) :]
+        for value in list(alive):
+            fulfil(alive.pop(value), self._given_back(value, taken.pop(), made))
+
+    def _given_back(self, value: Value, result: torch.Tensor, made: dict[int, list[Any]]) -> torch.Tensor:
+        """A result of a piece as eager code would have it. For `made` see `view_again`."""
+        meta = self.records[value[0]].outputs[value[1]]
+        assert meta is not None
+        view = self.view_again(value, made)
+        return as_eager_gives(result, meta) if view is None else view
 
     def _holds_graph(self, alive: dict[Value, torch.Tensor], end: int) -> bool:
         """Whether somebody may still ask for gradients of records in front of `end`, through a tensor that is alive.
@@ -277,11 +283,12 @@ class PendingCalls(RecordedCalls, ABC):
         if number in speculation.plan.skipped:
             return execute(record.key.function, args, kwargs)
         results: list[torch.Tensor | None] = []
+        made: dict[int, list[Any]] = {}
         for output, meta in enumerate(record.outputs):
             if meta is None or meta.alias is not None:
                 results.append(None if meta is None or meta.alias is None else leaves[meta.alias])
             else:
-                value = with_freed_graph(speculation.values.pop((number, output)), meta)
+                value = self._given_back((number, output), speculation.values.pop((number, output)), made)
                 results.append(self.tensors.note_value(value, (number, output)))
         return unflatten(record.output_structure, results)
 
@@ -306,8 +313,7 @@ class PendingCalls(RecordedCalls, ABC):
             return {}
         states = before.put_back()
         results: dict[Value, torch.Tensor] = {}
-        for number in range(since, self._started):
-            self.replay(number, alive, results)
+        self.replay_all(range(since, self._started), alive, results)
         for generator, state in states:
             generator.set_state(state)
         return results
@@ -321,7 +327,6 @@ class PendingCalls(RecordedCalls, ABC):
             results = self._give_graphs()
             handles = self.tensors.handles()
             results |= handles
-            for number in range(self._started, len(self.records)):
-                self.replay(number, handles, results)
+            self.replay_all(range(self._started, len(self.records)), handles, results)
         self._started = len(self.records)
         self._given.clear()

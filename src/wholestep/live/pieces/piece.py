@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from wholestep.live.opaque.modules import OpaqueModule
-from wholestep.live.recording.modes import under
+from wholestep.live.recording.modes import block_of, casts_kept, has_casts, under
 from wholestep.live.recording.path import SIZE_VARIES, VARIES, Path
-from wholestep.live.recording.record import CONSTANT, EXTERNAL, NUMBER, VALUE, Operand, Value
+from wholestep.live.recording.record import CONSTANT, EXTERNAL, NUMBER, VALUE, Operand, Record, Value
 from wholestep.live.recording.structure import LEAF, Structure, rebuilt
 
 _LITERALS = (bool, int, str, type(None))
@@ -78,16 +78,16 @@ class _Writer:
         self._optimizers: list[Optimizer] = []
         self._numbers: dict[int, None] = {}
         self._sizes: dict[int, None] = {}
-        self._scope: dict[str, Any] = {"rebuilt": rebuilt, "modes": under, "leaves": pytree.tree_leaves}
+        self._scope: dict[str, Any] = {
+            "rebuilt": rebuilt, "modes": under, "casts_kept": casts_kept, "leaves": pytree.tree_leaves,
+        }  # fmt: skip
         self._lines: list[str] = []
 
     def write(self) -> Piece:
         first, last = self._span
         numbered = [(n, self._path.records[n]) for n in range(first, last) if n not in self._skipped]
-        for modes, group in groupby(numbered, lambda one: one[1].key.modes):
-            self._lines.append(f"    with modes({self._constant(modes)}):")
-            for number, record in group:
-                self._lines.append(f"        {self._statement(number)}  # {record.line}")
+        for _, block in groupby(numbered, lambda one: block_of(one[1].key.modes)):
+            self._write_block(list(block))
         self._lines.append(f"    return [{', '.join(self._results)}]")
         header = [f"    {_name(value)} = inputs[{place}]" for place, value in enumerate(self._earlier)]
         start = len(self._earlier)
@@ -101,6 +101,17 @@ class _Writer:
             self._compiled(source), source, tuple(self._earlier), tuple(self._inputs), tuple(self._numbers),
             tuple(self._sizes),
         )  # fmt: skip
+
+    def _write_block(self, records: list[tuple[int, Record]]) -> None:
+        """Records of one block of autocast, or of none."""
+        begin = "    "
+        if any(has_casts(record.key.modes) for _, record in records):
+            self._lines.append(f"{begin}with casts_kept(None):")
+            begin += "    "
+        for modes, group in groupby(records, lambda one: one[1].key.modes):
+            self._lines.append(f"{begin}with modes({self._constant(modes)}):")
+            for number, record in group:
+                self._lines.append(f"{begin}    {self._statement(number)}  # {record.line}")
 
     def _compiled(self, source: str) -> Callable[..., Any]:
         file = f"{self._name}.py"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -12,11 +13,14 @@ from wholestep.live.opaque.modules import OpaqueModule
 from wholestep.live.pieces.observation import execute, flat_result
 from wholestep.live.pieces.tensors import TensorTable
 from wholestep.live.recording.handle import fulfil
-from wholestep.live.recording.modes import under
+from wholestep.live.recording.modes import block_of, casts_kept, under
 from wholestep.live.recording.path import Path, asked_grads
 from wholestep.live.recording.record import EXTERNAL, NUMBER, VALUE, Operand, Read, Record, Value
 from wholestep.live.recording.snapshot import AsRecorded, OptimizerSnapshot, as_recorded
 from wholestep.live.recording.structure import unflatten
+
+_NOT_HELD = object()
+"""In the place of an operand that nobody holds."""
 
 
 class RecordedCalls:
@@ -46,6 +50,15 @@ class RecordedCalls:
             asked_grads(self.records, tensors.had_grad),
         )  # fmt: skip
 
+    def replay_all(
+        self, numbers: Iterable[int], handles: dict[Value, torch.Tensor], results: dict[Value, torch.Tensor]
+    ) -> None:
+        """Executes records one by one, those of a block of autocast with the same casts."""
+        for block, group in groupby(numbers, lambda number: block_of(self.records[number].key.modes)):
+            with casts_kept(block):
+                for number in group:
+                    self.replay(number, handles, results)
+
     def replay(self, number: int, handles: dict[Value, torch.Tensor], results: dict[Value, torch.Tensor]) -> None:
         record = self.records[number]
         args, kwargs = unflatten(record.key.structure, [self._leaf(one, results) for one in record.operands])
@@ -66,6 +79,42 @@ class RecordedCalls:
             else:
                 results[value] = self.tensors.note_value(found.pop(), value)
 
+    def view_again(self, value: Value, made: dict[int, list[Any]]) -> torch.Tensor | None:
+        """A value that is a view, by its own call of the tensor that it is a view of; None if it is none.
+
+        A graph gives it on whatever memory it likes, as if it was new: on that of a parameter from before the update,
+        or of a forward that ran again. So what Python holds would no longer see what is written to the other. `made`
+        holds what calls have given meanwhile that was not asked for. None, too, if nobody holds what it is a view of.
+        """
+        number, output = value
+        record = self.records[number]
+        meta = record.outputs[output]
+        if meta is None or meta.views is None or not record.only_views:
+            return None
+        if number not in made:
+            leaves = [self._held(one, made) for one in record.operands]
+            if any(leaf is _NOT_HELD for leaf in leaves):
+                return None
+            args, kwargs = unflatten(record.key.structure, leaves)
+            grad, _, *others = record.key.modes  # tensors of pieces are none of inference mode, nor may their views be
+            with under((grad, False, *others)):
+                made[number] = flat_result(record.key.function, execute(record.key.function, args, kwargs))[0]
+        view: torch.Tensor | None = made[number][output]
+        made[number][output] = None  # whoever holds a result is told from us by the number of references
+        is_same = view is not None and (view.shape, view.stride(), view.dtype) == (meta.shape, meta.stride, meta.dtype)
+        return view if is_same else None
+
+    def _held(self, operand: Operand, made: dict[int, list[Any]]) -> Any:
+        """An operand as somebody holds it, or as a view of such a one; `_NOT_HELD` if there is none."""
+        if operand.kind == EXTERNAL:
+            return self.tensors.own(operand.key)
+        if operand.kind != VALUE:
+            return self._leaf(operand, {})
+        value = (operand.key, operand.detail)
+        found = self.tensors.if_alive(value)
+        found = self.view_again(value, made) if found is None else found
+        return _NOT_HELD if found is None else found
+
     def read_by(self, records: Sequence[Record], numbers: Iterable[int]) -> list[AsRecorded]:
         """What some of `records` read of Python, as it was when they were recorded. Some may be still to come."""
         found: dict[int, AsRecorded] = {}
@@ -84,6 +133,25 @@ class RecordedCalls:
         if operand.kind == EXTERNAL:
             return self.tensors.externals[operand.key]
         return self.tensors.numbers[operand.key] if operand.kind == NUMBER else operand.key
+
+    def joins_others(self, joined: Sequence[torch.Tensor], writes_to: Sequence[Operand]) -> bool:
+        """Whether a call that put these tensors into a graph did so with others, too: a view brings what it views.
+
+        `writes_to` are all on the memory to which it wrote. A record says of its arguments alone what they become, and
+        of those that are values.
+        """
+        if not all(self.tensors.value_of(one) for one in joined):
+            return True
+        others = self._others(writes_to, joined) if joined else ()
+        return any(one.grad_fn is not None and not was_in_graph for one, was_in_graph in others)
+
+    def _others(self, found: Sequence[Operand], joined: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, bool]]:
+        """Tensors of the run that are none of `joined`, and whether they were in a graph when they came into it."""
+        for kind, key, detail in found:
+            tensor = self.tensors.tensor_of((key, detail)) if kind == VALUE else self.tensors.externals[key]
+            if not any(tensor is one for one in joined):
+                meta = self.records[key].outputs[detail] if kind == VALUE else None
+                yield tensor, meta is not None and meta.requires_grad
 
     def make_no_path(self, why: str) -> None:
         """Says why this run can be no path for later ones."""

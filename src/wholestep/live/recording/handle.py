@@ -115,10 +115,18 @@ def made(meta: OutputMeta, run: Recorder) -> Handle:
     return handle
 
 
-def with_freed_graph(result: torch.Tensor, meta: OutputMeta) -> torch.Tensor:
-    """The result of a piece as eager code would have it: with a graph that a backward has freed."""
-    if not meta.graph or result.requires_grad:
+def as_eager_gives(result: torch.Tensor, meta: OutputMeta) -> torch.Tensor:
+    """The result of a piece as eager code would have it: with a graph that a backward has freed, or with none.
+
+    A graph computes without gradients and may give two results on one memory. So a result may be a view that torch has
+    marked as made under ``no_grad``, of another result or of a parameter, and count as one that requires grad since
+    that does. Python is given a tensor of its own on this memory, and nothing is set on the result itself.
+    """
+    if meta.graph and type(result.grad_fn).__name__ == meta.graph:  # it ran as eager code
         return result
+    result = result.detach()
+    if not meta.graph:
+        return result.requires_grad_(meta.requires_grad)
     with torch.enable_grad():
         freed: torch.Tensor = _freed_graph(meta.graph).apply(result.requires_grad_())
     return freed

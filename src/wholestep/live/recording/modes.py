@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -11,10 +12,57 @@ import torch
 from wholestep.capture.wrappers import ddp
 
 Modes = tuple[Any, ...]
-"""Gradient mode, inference mode, default dtype, of autocast the cache and (device, dtype) of each device, and the
-wrappers whose gradients stay local (``no_sync()``)."""
+"""Gradient mode, inference mode, default dtype, of autocast the cache and (device, dtype) of each device, the wrappers
+whose gradients stay local (``no_sync()``), and how many blocks of autocast have ended."""
 
 _DEVICES = ("cpu", "cuda")
+
+
+class _Blocks(threading.local):
+    ended = 0
+
+
+_BLOCKS = _Blocks()
+"""The outermost blocks of autocast that have ended in this call of a live step. Autocast casts a parameter once in such
+a block, and uses that again though somebody has written to the parameter meanwhile. The next block casts it anew."""
+
+
+def begin_blocks() -> None:
+    """A call of a live step begins."""
+    _BLOCKS.ended = 0
+
+
+def block_may_have_ended() -> None:
+    """A block of autocast has ended, maybe inside of another one."""
+    torch.autocast_increment_nesting()  # there is no other way to ask how many there are around
+    if torch.autocast_decrement_nesting() == 0:
+        _BLOCKS.ended += 1
+
+
+def block_of(modes: Modes) -> int:
+    """Which block of autocast a call under these modes is in, or comes in front of."""
+    block: int = modes[-1]
+    return block
+
+
+def has_casts(modes: Modes) -> bool:
+    """Whether autocast is on."""
+    return bool(modes[4])
+
+
+@contextmanager
+def casts_kept(block: int | None) -> Iterator[None]:
+    """While open, casts of parameters are kept from call to call, as in one block of autocast.
+
+    Then they are dropped, but for those of the block with this number if Python is in it now and will go on there.
+    """
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        is_inside = torch.autocast_decrement_nesting() > 0
+        if not (is_inside and block == _BLOCKS.ended):
+            torch.clear_autocast_cache()
 
 
 def current_modes() -> Modes:
@@ -27,7 +75,7 @@ def current_modes() -> Modes:
             casts = (*casts, ("cuda", torch.get_autocast_dtype("cuda")))
     return (
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
-        torch.is_autocast_cache_enabled(), casts, ddp.unsynced(),
+        torch.is_autocast_cache_enabled(), casts, ddp.unsynced(), _BLOCKS.ended,
     )  # fmt: skip
 
 
@@ -43,7 +91,7 @@ def _casts(device: str) -> bool:
 @contextmanager
 def under(modes: Modes) -> Iterator[None]:
     """While open, these modes hold."""
-    grad, inference, dtype, caches, casts, unsynced = modes
+    grad, inference, dtype, caches, casts, unsynced, _ = modes
     dtype_around = torch.get_default_dtype()
     with ExitStack() as stack:
         if inference != torch.is_inference_mode_enabled():
@@ -66,7 +114,7 @@ def under(modes: Modes) -> Iterator[None]:
 def modes_off() -> AbstractContextManager[None]:
     """While open, there is no mode of the user's, such as the ``inference_mode()`` in which a value was asked for."""
     modes = current_modes()
-    plain = (True, False, *modes[2:4], (), modes[5])
+    plain = (True, False, *modes[2:4], (), *modes[5:])
     return nullcontext() if modes == plain else under(plain)
 
 

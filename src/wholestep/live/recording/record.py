@@ -64,6 +64,8 @@ class OutputMeta:
     """The leaf of the arguments that it is, of a call in place."""
     becomes: int | None = None
     """The same where the call has put the leaf into a graph, so that it is another value from there on."""
+    views: int | None = None
+    """The leaf of the arguments on whose memory it is, of a tensor of its own."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor, leaves: Sequence[Any], joined: Sequence[torch.Tensor]) -> OutputMeta:
@@ -73,7 +75,7 @@ class OutputMeta:
         graph = type(tensor.grad_fn).__name__ if tensor.grad_fn is not None else ""
         return cls(
             tensor.shape, tensor.dtype, tensor.device, tuple(tensor.stride()), tensor.requires_grad, graph,
-            alias if becomes is None else None, becomes,
+            alias if becomes is None else None, becomes, _viewed(tensor, leaves) if alias is None else None,
         )  # fmt: skip
 
     def of_size(
@@ -87,6 +89,17 @@ class OutputMeta:
     def is_of_other_size(self, other: OutputMeta) -> bool:
         """Whether both are the same but for their sizes, or the same."""
         return self.of_size(other.shape, other.stride, other.dtype, other.device) == other
+
+
+def _viewed(tensor: torch.Tensor, leaves: Sequence[Any]) -> int | None:
+    """The first of the leaves that is a tensor on the memory of this one."""
+    if tensor.layout is not torch.strided:
+        return None
+    memory = tensor.untyped_storage()._cdata
+    strided = (
+        (n, one) for n, one in enumerate(leaves) if isinstance(one, torch.Tensor) and one.layout is tensor.layout
+    )
+    return next((number for number, one in strided if one.untyped_storage()._cdata == memory), None)
 
 
 class Key(NamedTuple):
@@ -133,6 +146,11 @@ class Record:
         """This one, which may also do what an equal call was seen to do: drop out nothing at first, and some later."""
         drawn = tuple(dict.fromkeys((*self.drawn, *other.drawn)))
         return self if drawn == self.drawn else replace(self, drawn=drawn)
+
+    @property
+    def only_views(self) -> bool:
+        """Whether it may be called again for a view of what it is given: it is no module, and leaves nothing."""
+        return not (self.writes or self.drawn or self.writes_grads or self.num_externals)
 
     def is_of_other_size(self, other: Record) -> bool:
         """Whether both are the same call, on tensors of other sizes."""
