@@ -84,9 +84,20 @@ MUTATIONS = (
         name="order_of_keys_not_guarded",
         what="a dict whose keys stand in another order counts as the same",
         file="capture/guards/state_guards.py",
-        old="                if snapshot.reordered():",
-        new="                if False:",
+        old="            if snapshot.reordered():",
+        new="            if False:",
         tests=(f"{ACCESS}::test_what_moves_between_calls_is_read_at_every_call[the order of a dict]",),
+    ),
+    Mutation(
+        name="conditions_on_rates_remembered",
+        what="a condition on a rate is not looked at again when the rate has changed",
+        file="capture/guards/value_guards.py",
+        old="        if bits is not None and bits in self._known:",
+        new="        if bits is not None and self._known:",
+        tests=(
+            "tests/unit/capture/scalars/test_host_scalars.py::"
+            "test_a_flip_is_one_retrace_that_names_the_condition_and_the_old_graph_is_kept",
+        ),
     ),
     Mutation(
         name="environment_not_guarded",

@@ -6,6 +6,7 @@ A rule that hinders is changed here, with its reason, and never worked around.
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
 import subprocess
@@ -558,3 +559,20 @@ def test_a_private_part_is_found() -> None:
     assert private_modules(ast.parse(proxy)) == {"torch.fx.experimental.proxy_tensor"}
     public = "import torch\nx = torch.nn.functional.relu(torch.__version__), torch.ops._c10d_functional.wait_tensor"
     assert private_modules(ast.parse(public)) == set()
+
+
+def test_mutants_change_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each text that `mutation_check` breaks occurs once, and the tests that are to see it exist."""
+    monkeypatch.syspath_prepend(str(ROOT / "tests"))
+    mutations = importlib.import_module("mutation_check").MUTATIONS
+    stale = [one.name for one in mutations if (SRC / one.file).read_text().count(one.old) != 1]
+    assert stale == []
+    assert len({one.name for one in mutations}) == len(mutations)
+    places = {test.partition("[")[0] for one in mutations for test in one.tests}
+    assert sorted(place for place in places if not _has_test(*place.split("::"))) == []
+    assert [one.name for one in mutations if one.old == one.new] == []
+
+
+def _has_test(file: str, name: str = "", *rest: str) -> bool:
+    path = ROOT / file
+    return path.exists() and (path.is_dir() or f"def {name}" in path.read_text() or f"class {name}" in path.read_text())

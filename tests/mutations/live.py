@@ -19,8 +19,8 @@ LIVE_MUTATIONS = (
         name="optimizer_read_late",
         what="a recorded step of an optimizer uses the rates of the moment at which it runs",
         file="live/live_step.py",
-        old="            with as_recorded(read):",
-        new="            with as_recorded([]):",
+        old="        with as_recorded([one for one in read if not isinstance(one, OpaqueModule)]):",
+        new="        with as_recorded([]):",
         tests=(f"{LATE}::test_what_moves_in_one_place[moves_rate-behind the update-sgd]",),
     ),
     Mutation(
@@ -46,7 +46,7 @@ LIVE_MUTATIONS = (
         name="reads_run_nothing",
         what="what is recorded does not run where Python asks for a value",
         file="live/run.py",
-        old='        self._run_pending(f"{name_of(function)} asks for a value")\n',
+        old='        self._run_pending(f"{read.name} asks for a value")\n',
         new="",
         tests=(f"{FOLLOWING}::test_a_value_that_is_asked_for_in_the_middle_ends_a_piece",),
     ),
@@ -69,7 +69,7 @@ LIVE_MUTATIONS = (
     Mutation(
         name="casts_anew_in_a_block",
         what="a piece casts a parameter again in one block of autocast where calls under other modes are in between",
-        file="live/piece.py",
+        file="live/pieces/piece.py",
         old="        if any(has_casts(record.key.modes) for _, record in records):",
         new="        if False:",
         tests=(f"{GRAPHS}::test_autocast_casts_a_parameter_once_in_a_block[written_in_the_block-False]",),
@@ -85,7 +85,7 @@ LIVE_MUTATIONS = (
     Mutation(
         name="views_of_nothing",
         what="a view is what a piece gives for it, on memory of the graph's own",
-        file="live/pending_calls.py",
+        file="live/pieces/pending_calls.py",
         old="        view = self.view_again(value, made)\n",
         new="        view = None\n",
         tests=(
@@ -97,7 +97,7 @@ LIVE_MUTATIONS = (
     Mutation(
         name="views_bring_nothing",
         what="what a view brings into a graph is not looked at",
-        file="live/recorded_calls.py",
+        file="live/pieces/recorded_calls.py",
         old="        others = self._others(writes_to, joined) if joined else ()",
         new="        others: Sequence[tuple[torch.Tensor, bool]] = ()",
         tests=(f"{LATE}::test_a_view_brings_what_it_views_into_a_graph[0-True]",),
@@ -105,7 +105,7 @@ LIVE_MUTATIONS = (
     Mutation(
         name="memory_exchanged_unseen",
         what="a call that gives its argument other memory is recorded like any other",
-        file="live/observation.py",
+        file="live/pieces/observation.py",
         old="    return tensor.shape, tensor.dtype, memory, tensor.requires_grad",
         new="    return tensor.shape, tensor.dtype, None, tensor.requires_grad",
         tests=(f"{LATE}::test_memory_that_is_exchanged_is_not_that_of_a_view",),
@@ -114,7 +114,12 @@ LIVE_MUTATIONS = (
         name="graphs_are_freed_at_once",
         what="what is recorded counts as used up, though a backward may still come",
         file="live/pieces/pending_calls.py",
-        old="        return any(value not in freed and tensor.requires_grad for value, tensor in alive.items())",
+        old=(
+            "        return any(\n"
+            "            since <= value[0] < end and value not in freed and tensor.requires_grad "
+            "for value, tensor in alive.items()\n"
+            "        )"
+        ),
         new="        return False",
         tests=(GRAPHS,),
     ),
@@ -138,8 +143,8 @@ LIVE_MUTATIONS = (
         name="numbers_do_not_vary",
         what="a number of the first call stays in the piece",
         file="live/recording/path.py",
-        old="            mine if type(mine) is type(theirs) and mine == theirs else VARIES",
-        new="            mine",
+        old="    return SIZE_VARIES if is_size[0] else VARIES",
+        new="    return mine",
         tests=(f"{FOLLOWING}::test_numbers_that_vary_are_arguments_of_one_piece",),
     ),
     Mutation(
@@ -154,22 +159,22 @@ LIVE_MUTATIONS = (
         name="speculation_is_final",
         what="gradients of a backward that ran ahead are put in place though Python goes another way",
         file="live/pieces/pending_calls.py",
-        old="        states = speculation.before.put_back()\n",
-        new="        states = speculation.before.put_back()\n        speculation.put()\n",
+        old="        states = before.put_back()\n",
+        new="        states = before.put_back()\n        if speculation is not None:\n            speculation.put()\n",
         tests=(f"{SPECULATION}::test_python_goes_another_way[returns]",),
     ),
     Mutation(
         name="speculation_forgets_buffers",
         what="what is executed again after a backward ran ahead of it finds buffers as the piece has left them",
-        file="live/pieces/speculation.py",
-        old="                tensor.detach().copy_(values)",
-        new="                pass",
+        file="live/pieces/forward.py",
+        old="            memory.copy_(content)",
+        new="            pass",
         tests=(f"{SPECULATION}::test_python_goes_another_way[twice]",),
     ),
     Mutation(
         name="speculation_draws_again",
         what="what is executed again after a backward ran ahead of it draws other numbers",
-        file="live/pieces/speculation.py",
+        file="live/pieces/forward.py",
         old="            one.set_state(state)",
         new="            pass",
         tests=(f"{SPECULATION}::test_python_goes_another_way[twice]",),
@@ -202,7 +207,7 @@ LIVE_MUTATIONS = (
         name="live_gradients_not_reduced",
         what="calls that run one by one leave gradients local to their rank",
         file="live/peers.py",
-        old="            self._reduce([param.grad for param in found if param.grad is not None])",
+        old="            self._reduce([param.grad for param, _ in found if param.grad is not None])",
         new="            pass",
         tests=("tests/ranks/test_live.py::test_it_trains_as_ddp_does[appends]",),
     ),
@@ -217,8 +222,8 @@ LIVE_MUTATIONS = (
     Mutation(
         name="backwards_repeated",
         what="a backward in front of a read is executed again where Python goes another way",
-        file="live/pieces/speculation.py",
-        old="    return steps or record.key.function in BACKWARDS or record.writes_grads",
+        file="live/pieces/forward.py",
+        old="    return steps or record.writes_grads or record.key.function in BACKWARDS[:2]",
         new="    return False",
         tests=(f"{GRAPHS}::test_a_backward_in_front_of_a_read_is_not_executed_again_when_python_goes_another_way",),
     ),
@@ -250,7 +255,7 @@ LIVE_MUTATIONS = (
         name="gradients_of_a_forward_guarded",
         what="a module counts as another one where its parameters have gradients, though it never asks",
         file="capture/bind/make_guards.py",
-        old="    if not (used or makes or asks):  # a forward alone",
+        old="    if not (used or spec.reads.uses_grads):  # a forward alone",
         new="    if False:",
         tests=(f"{MODULES}::test_gradients_are_cleared_first",),
     ),
@@ -258,8 +263,8 @@ LIVE_MUTATIONS = (
         name="gradients_never_guarded",
         what="a module that asks for gradients is not looked at for them",
         file="capture/bind/make_guards.py",
-        old="        if asks or one.grad is None or",
-        new="        if one.grad is None or",
+        old="    if not (used or spec.reads.uses_grads):  # a forward alone",
+        new="    if not used:",
         tests=(f"{MODULES}::test_one_that_asks_for_gradients_sees_them",),
     ),
     Mutation(
@@ -325,7 +330,8 @@ LIVE_MUTATIONS = (
         old="        if tensor.is_leaf and (tensor.requires_grad or tensor.grad is not None):",
         new="        if tensor.is_leaf and tensor.requires_grad:",
         tests=(
-            "tests/unit/capture/reach/test_train_state.py::test_a_loose_tensor_that_was_frozen_keeps_no_gradient_that_the_step_clears",
+            "tests/unit/capture/reach/test_train_state.py::"
+            "test_a_loose_tensor_that_was_frozen_keeps_no_gradient_that_the_step_clears",
         ),
     ),
     Mutation(
@@ -417,5 +423,24 @@ LIVE_MUTATIONS = (
             "tests/unit/capture/reach/test_train_state.py::"
             "test_a_step_that_looks_at_state_before_there_is_any[True-False]",
         ),
+    ),
+    Mutation(
+        name="draws_of_the_first_call",
+        what="a call that drew nothing when it was first seen counts as one that never draws",
+        file="live/recording/record.py",
+        old="        return self if drawn == self.drawn else replace(self, drawn=drawn)",
+        new="        return self",
+        tests=(
+            f"{DRAWS}::test_a_call_that_drew_nothing_at_first_may_draw_later",
+            f"{DRAWS}::test_a_call_on_an_empty_batch_may_draw_on_another_one",
+        ),
+    ),
+    Mutation(
+        name="backwards_are_slow",
+        what="a backward of a known path is compared the long way",
+        file="live/followed_calls.py",
+        old="        if fast is None or fast.function != function:",
+        new="        if fast is None or fast.function != function or function in BACKWARDS:",
+        tests=(f"{FOLLOWING}::test_no_call_of_a_known_path_is_compared_the_long_way",),
     ),
 )

@@ -39,20 +39,41 @@ def test_what_drops_nothing_draws_nothing() -> None:
     assert drawn["rand"] == (torch.default_generator,)
 
 
-def test_a_call_that_drew_nothing_at_first_may_draw_later() -> None:
-    """Of an empty batch, and with a probability that is zero in the first calls."""
+@torch.library.custom_op("wholestep_tests::noise_of", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def noise_of(x: Tensor, scale: float) -> Tensor:
+    """Draws where there is a scale."""
+    return x + (torch.randn_like(x) * scale if scale else 1.0)
 
+
+@noise_of.register_fake
+def _(x: Tensor, scale: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_a_call_that_drew_nothing_at_first_may_draw_later() -> None:
     def make(training: Training) -> Step:
-        chances = deque([0.0, 0.0, 0.5, 0.25, 0.0, 0.5])
+        scales = deque([0.0, 0.0, 0.5, 0.25, 0.0, 0.5])
 
         def step(x: Tensor) -> Tensor:
-            dropped = F.dropout(x.exp(), chances.popleft())
-            return training.update(training.model(dropped).sum() + torch.rand(()))
+            noise = noise_of(training.model.first.weight.detach(), scales.popleft())
+            torch.manual_seed(7)  # which is for what comes behind it
+            return training.update(training.model(x).mean() * noise.sum())
 
         return step
 
-    def rows(call: int) -> tuple[Tensor, ...]:
-        return (torch.ones(0 if call < 2 else 3, 4),)
+    live = train_both(make, calls=6)
+    assert live.stats.launches == 7
 
-    train_both(make, calls=6)
-    train_both(make, rows, calls=6)
+
+def test_a_call_on_an_empty_batch_may_draw_on_another_one() -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> Tensor:
+            out = training.model.first(x)
+            noisy = out + torch.rand_like(out)
+            torch.manual_seed(7)
+            return training.update(noisy.sum())
+
+        return step
+
+    live = train_both(make, lambda call: (torch.ones((0, 2, 3, 5)[call % 4], 4),), calls=8)
+    assert live.stats.launches > 4

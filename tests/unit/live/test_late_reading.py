@@ -123,6 +123,23 @@ def test_what_moves_in_every_place(moves: list[Callable[[Training], None]], opti
     train_both(moved(dict(zip(PLACES, moves, strict=True))), training=lambda: Training(OPTIMIZERS[optimizer]), calls=5)
 
 
+@pytest.mark.parametrize("move", [flips_training, moves_dropout, moves_temperature, moves_rate, freezes])
+def test_what_moves_behind_a_call_whose_piece_has_guards(move: Callable[[Training], None]) -> None:
+    """A piece runs at once where its guards see no change, else as it was when its calls were recorded."""
+
+    def make(training: Training) -> Step:
+        step = moved(dict.fromkeys(PLACES, nothing) | {"behind the forward": move})(training)
+
+        def reads(x: Tensor) -> Tensor:
+            loss = step(x)
+            training.notes.append(loss.item())
+            return loss.detach()
+
+        return reads
+
+    train_by_stages(make, calls=8)
+
+
 def test_a_rate_that_a_scheduler_moves_behind_the_update_is_still_one_launch() -> None:
     def make(training: Training) -> Step:
         scheduler = torch.optim.lr_scheduler.StepLR(training.opt, 2, 0.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import re
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -219,8 +220,7 @@ def _identifier(function: Callable[..., Any]) -> str:
     name = getattr(function, "__name__", type(function).__name__)
     if name in ("__get__", "__set__"):  # of an attribute of tensors: which one stands on the descriptor
         name = f"{getattr(getattr(function, '__self__', None), '__name__', 'attribute')}{name}"
-    name = name.strip("_") or "call"
-    return f"{name}_call" if not name.isidentifier() else f"call_{name}"
+    return f"call_{re.sub(r'[^0-9A-Za-z]+', '_', name).strip('_')}"  # an operator of torch.ops has a dot in its name
 
 
 def _target(structure: Structure, names: Any) -> str:

@@ -28,7 +28,7 @@ class Observer(TorchDispatchMode):
         self.reads = False
         """Whether a value went to Python, or decided a shape."""
         self.drawn: dict[torch.Generator, None] = {}
-        """The generators of which it has drawn random numbers, or may in another call of these arguments."""
+        """The generators of which it has drawn random numbers."""
         self._operators = self._pointwise = 0
 
     @property
@@ -53,9 +53,9 @@ class Observer(TorchDispatchMode):
         given = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.Generator)]
         states = {one: one.get_state() for one in (*default_generators(), *given)}
         result = _run(func, args, kwargs)
-        is_empty = any(one.numel() == 0 for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor))
-        moved = (one for one, state in states.items() if is_empty or not torch.equal(one.get_state(), state))
-        self.drawn.update(dict.fromkeys(moved))  # a call that gives no numbers this time may give some of other sizes
+        self.drawn.update(
+            dict.fromkeys(one for one, state in states.items() if not torch.equal(one.get_state(), state))
+        )
         return result
 
 
