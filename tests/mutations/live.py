@@ -443,4 +443,12 @@ LIVE_MUTATIONS = (
         new="        if fast is None or fast.function != function or function in BACKWARDS:",
         tests=(f"{FOLLOWING}::test_no_call_of_a_known_path_is_compared_the_long_way",),
     ),
+    Mutation(
+        name="arrays_of_first_calls_not_copied",
+        what="the first call of a step, if it is known at once, reads an array when it runs",
+        file="live/pieces/tensors.py",
+        old="                    self.copies_shared = True\n",
+        new="",
+        tests=(f"{LATE}::test_an_array_that_is_written_behind_the_first_call",),
+    ),
 )

@@ -62,10 +62,12 @@ class FollowedCalls(PendingCalls, ABC):
         return None if fast.output is None else tensors.note_value(self._made(fast.output), (number, 0))
 
     def _followed_read(self, path: Path, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        read = path.read_at(len(self.records), function)
+        number = len(self.records)
+        read = path.read_at(number, function)
         if read is None or len(args) != 1 or type(args[0]) is not Handle or kwargs or recordable_modes() is None:
             return NOT_SURE
-        return self._read_here(read, args[0])
+        is_record = number < len(path.records) and path.records[number].key.function == function
+        return NOT_SURE if is_record or self.tensors.value_of(args[0]) is None else self._read_here(read, args[0])
 
     def _followed_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call of a module gives if it is surely the next record; else NOT_SURE."""

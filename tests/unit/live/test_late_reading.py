@@ -186,6 +186,24 @@ def test_an_array_that_is_written_behind_a_recorded_call() -> None:
     train_both(make)
 
 
+def test_an_array_that_is_written_behind_the_first_call() -> None:
+    """The call is one of a module, which is known at once."""
+
+    def make(training: Training) -> Step:
+        array = np.zeros((3, 4), np.float32)
+
+        def step(x: Tensor) -> Tensor:
+            array[:] += 1.0
+            loss = training.update(training.model(torch.from_numpy(array)).mean())
+            array[:] *= 3.0
+            return loss
+
+        return step
+
+    live = train_both(make)
+    assert live.stats.launches > 0
+
+
 def test_python_numbers_are_read_when_they_are_given() -> None:
     def make(training: Training) -> Step:
         weights = [1.0, 2.0]

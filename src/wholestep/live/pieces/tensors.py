@@ -245,6 +245,7 @@ class TensorTable:
                 elif id(leaf) in self._index or not self._is_new(path, key, leaf):
                     break
                 else:
+                    self.copies_shared = True
                     self._external(leaf)
                     had = self.had_grad[key]
                 if asked and asked.get(key, had) is not had:
