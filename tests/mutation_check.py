@@ -201,9 +201,9 @@ MUTATIONS = (
     Mutation(
         name="two_updates_of_one_rate",
         what="two steps of an optimizer in one piece take the rate of the later one",
-        file="live/live_step.py",
-        old="        conflict = first_conflict(read)",
-        new="        conflict = None",
+        file="live/followed_calls.py",
+        old="            taken.optimizer is now.optimizer and taken is not now and not taken.equals(now)",
+        new="            False",
         tests=(f"{LATE}::test_a_rate_that_moves_between_two_updates_of_one_call_is_that_of_each",),
     ),
     Mutation(

@@ -217,7 +217,7 @@ LIVE_MUTATIONS = (
         file="live/recording/path.py",
         old="zip(values, metas, strict=True) if meta is not None and meta.requires_grad]",
         new="zip(values, metas, strict=True)]",
-        tests=(f"{GRAPHS}::test_a_backward_does_not_free_what_its_detached_input_was_computed_of",),
+        tests=(f"{GRAPHS}::test_what_is_computed_of_a_detached_value_has_a_graph_of_its_own",),
     ),
     Mutation(
         name="backwards_repeated",

@@ -23,7 +23,7 @@ from wholestep.live.recording.handle import CURRENT, RecordingMode
 from wholestep.live.recording.modes import begin_blocks
 from wholestep.live.recording.path import Path, Paths
 from wholestep.live.recording.record import Read
-from wholestep.live.recording.snapshot import AsRecorded, OptimizerWatch, as_recorded, first_conflict
+from wholestep.live.recording.snapshot import AsRecorded, OptimizerWatch, as_recorded
 from wholestep.live.run import Run
 
 
@@ -196,13 +196,12 @@ class LiveStep:
     def _launch(self, run: PendingCalls, spec: PieceSpec) -> list[torch.Tensor] | None:
         path = run.candidates[0]
         read = run.read_by(path.records, range(*spec.span))
-        conflict = first_conflict(read)
-        compiled = self._piece(path, spec) if conflict is None else None
+        compiled = self._piece(path, spec)
         event = Event.of_piece("" if compiled is None or compiled.refused else compiled.piece.source)
         if self._peers is not None and not self._peers.meet(event):
             return None
         if compiled is None:
-            run.refused = conflict or f"this way through the step has {MAX_PIECES} pieces, which is the most"
+            run.refused = f"this way through the step has {MAX_PIECES} pieces, which is the most"
             return None
         if compiled.refused:
             run.refused = compiled.refused

@@ -128,17 +128,6 @@ class AsRecorded(Protocol):
         """While open, it is as it was when the call was recorded."""
 
 
-def first_conflict(read: Sequence[AsRecorded]) -> str | None:
-    """Why no piece can run with all of this: an optimizer was changed between two of its steps."""
-    first: dict[int, OptimizerSnapshot] = {}
-    for snapshot in read:
-        if not isinstance(snapshot, OptimizerSnapshot):
-            continue
-        if not first.setdefault(id(snapshot.optimizer), snapshot).equals(snapshot):
-            return f"{type(snapshot.optimizer).__name__} was changed between two steps in one call"
-    return None
-
-
 @contextmanager
 def as_recorded(read: Sequence[AsRecorded]) -> Iterator[None]:
     """While open, all that calls read of Python is as it was when they were recorded."""
