@@ -28,7 +28,7 @@ from wholestep.live.pieces.pending_calls import Launcher
 from wholestep.live.pieces.shape_inference import resized
 from wholestep.live.recording.difference import difference
 from wholestep.live.recording.handle import CURRENT, Handle, made, recording_paused
-from wholestep.live.recording.metadata import METADATA, OF_PARAMETERS
+from wholestep.live.recording.metadata import METADATA
 from wholestep.live.recording.modes import current_modes, why_not_recordable
 from wholestep.live.recording.observer import Draws, DrawWatch
 from wholestep.live.recording.path import Path
@@ -79,7 +79,7 @@ class Run(FollowedCalls):
     def called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a torch function by the step's own Python."""
         with torch._C.DisableTorchFunction():
-            if function in METADATA or (function in OF_PARAMETERS and type(args[0]) is nn.Parameter):
+            if function in METADATA:
                 return function(*args, **kwargs)
             with self._lock:
                 CURRENT.run = None

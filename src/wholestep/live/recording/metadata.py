@@ -5,8 +5,6 @@ This is a list of the allowed. What is not on it is recorded if it gives tensors
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 _T = torch.Tensor
@@ -25,7 +23,3 @@ METADATA = frozenset(
     + [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, torch.is_signed]
 )
 """Functions as they arrive in ``__torch_function__``."""
-
-_IS_LEAF: Any = _T.is_leaf
-OF_PARAMETERS = frozenset([_IS_LEAF.__get__])
-"""What a parameter answers by itself: one that a call writes to and puts into a graph is a handle from there on."""
