@@ -451,4 +451,15 @@ LIVE_MUTATIONS = (
         new="",
         tests=(f"{LATE}::test_an_array_that_is_written_behind_the_first_call",),
     ),
+    Mutation(
+        name="wrong_arguments_make_operators_unknown",
+        what="an operator that was once given wrong shapes is executed by itself from then on",
+        file="live/recording/observer.py",
+        old="        result = (self._run_with_draws if draws else _run)(func, args, kwargs)\n",
+        new=(
+            "        _known_shapes.setdefault(func, is_known)\n"
+            "        result = (self._run_with_draws if draws else _run)(func, args, kwargs)\n"
+        ),
+        tests=(f"{FOLLOWING}::test_wrong_arguments_of_one_call_do_not_make_an_operator_unknown",),
+    ),
 )

@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.unit.live.both import CALLS, Compiled, Net, Step, Training, Unguarded, batch, train_both
 from wholestep.errors import CaptureError
 from wholestep.live.live_step import MAX_EAGER_CALLS, LiveStep
+from wholestep.live.recording import observer
 from wholestep.live.run import Run
 
 
@@ -364,3 +365,12 @@ def test_a_tensor_that_is_written_to_joins_the_graph(read: str) -> None:
     compiled = Compiled()
     train_both(make, compiled=compiled)
     assert compiled.launches >= CALLS - 1
+
+
+def test_wrong_arguments_of_one_call_do_not_make_an_operator_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of shapes is of that call; steps behind it in the same process are pieces."""
+    monkeypatch.setattr(observer, "_known_shapes", {})
+    training = Training()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        LiveStep(appends_the_loss(training), "step", "", Compiled())((torch.ones(3, 5),), {})
+    assert train_both(appends_the_loss).stats.launches == CALLS - 1

@@ -43,10 +43,12 @@ class Observer(TorchDispatchMode):
         kwargs = kwargs or {}
         self._operators += 1
         self._pointwise += torch.Tag.pointwise in func.tags
-        self.reads |= torch.Tag.data_dependent_output in func.tags or not _has_known_shapes(func, args, kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            return self._run_with_draws(func, args, kwargs)
-        return _run(func, args, kwargs)
+        is_known = _has_known_shapes(func, args, kwargs)
+        self.reads |= torch.Tag.data_dependent_output in func.tags or not is_known
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        result = (self._run_with_draws if draws else _run)(func, args, kwargs)
+        _known_shapes.setdefault(func, is_known)  # not of a call that raises an error: its arguments may be wrong
+        return result
 
     def _run_with_draws(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Looks which generators move: attention that drops out nothing moves none, whatever its operator may do."""
@@ -72,9 +74,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
 def _has_known_shapes(func: Any, args: Any, kwargs: Any) -> bool:
     if torch.Tag.dynamic_output_shape in func.tags:  # some of its calls have known shapes, such as x[index]
         return _runs_on_fakes(func, args, kwargs)
-    if func not in _known_shapes:
-        _known_shapes[func] = _runs_on_fakes(func, args, kwargs)
-    return _known_shapes[func]
+    return _known_shapes[func] if func in _known_shapes else _runs_on_fakes(func, args, kwargs)
 
 
 def _runs_on_fakes(func: Any, args: Any, kwargs: Any) -> bool:
