@@ -191,8 +191,8 @@ LIVE_MUTATIONS = (
         name="sizes_that_are_data_recorded",
         what="a call whose size is data counts as a record",
         file="live/recording/observer.py",
-        old=" or not _has_known_shapes(func, args, kwargs)\n",
-        new="\n",
+        old="        is_known = _has_known_shapes(func, args, kwargs)",
+        new="        is_known = True",
         tests=(f"{FOLLOWING}::test_a_size_that_is_another_one_at_every_call",),
     ),
     Mutation(

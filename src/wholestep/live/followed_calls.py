@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from wholestep.live.opaque.modules import OpaqueModules
 from wholestep.live.pieces.observation import hooks_on_gradients
 from wholestep.live.pieces.pending_calls import Launcher, PendingCalls
 from wholestep.live.pieces.shape_inference import resized
@@ -22,9 +24,26 @@ from wholestep.live.recording.modes import recordable_modes
 from wholestep.live.recording.path import BACKWARDS, Path
 from wholestep.live.recording.record import Read, Record
 from wholestep.live.recording.snapshot import OptimizerSnapshot, OptimizerWatch
+from wholestep.live.recording.structure import Structure
 
 NOT_SURE = object()
 """Where only the long comparison can tell whether a call is a known one."""
+
+
+CallWithoutTensors = tuple[Any, Structure, tuple[Any, ...]]
+"""Function, structure and constants of a call, with kinds in the place of tensors and numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What earlier calls of one live step have shown, besides its paths."""
+
+    modules: OpaqueModules = field(default_factory=OpaqueModules)
+    watches: dict[Optimizer, OptimizerWatch] = field(default_factory=dict)
+    reading_calls: set[CallWithoutTensors] = field(default_factory=set)
+    """Calls of torch that have given Python something other than tensors."""
+    drawing_functions: set[Any] = field(default_factory=set)
+    """Functions of torch that have drawn random numbers without any tensor of the step."""
 
 
 class FollowedCalls(PendingCalls, ABC):
@@ -35,12 +54,12 @@ class FollowedCalls(PendingCalls, ABC):
         paths: Iterable[Path],
         arguments: Iterable[Any],
         launch: Launcher,
-        watches: dict[Optimizer, OptimizerWatch],
+        learned: Learned,
         agree_on_gradients: Callable[[], bool] | None = None,
     ) -> None:
-        """Takes what `PendingCalls` does, and what is known of the optimizers that the step calls."""
+        """Takes what `PendingCalls` does, and what earlier calls of the step have shown."""
         super().__init__(paths, arguments, launch, agree_on_gradients)
-        self._watches = watches
+        self._learned = learned
 
     def _followed(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the next record gives, or the value that is read next, if this call is surely that; else NOT_SURE."""
@@ -126,7 +145,7 @@ class FollowedCalls(PendingCalls, ABC):
         )
 
     def _watch(self, optimizer: Optimizer) -> OptimizerWatch:
-        watch = self._watches.get(optimizer)
-        if watch is None:
-            watch = self._watches[optimizer] = OptimizerWatch(optimizer)
-        return watch
+        watches = self._learned.watches
+        if optimizer not in watches:
+            watches[optimizer] = OptimizerWatch(optimizer)
+        return watches[optimizer]

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from wholestep.capture.wrappers.ddp import silent_forwards
 from wholestep.errors import CaptureError, PeerRefusedError, RetraceLimitError
+from wholestep.live.followed_calls import Learned
 from wholestep.live.opaque.functions import redirected
-from wholestep.live.opaque.modules import OpaqueModule, OpaqueModules
+from wholestep.live.opaque.modules import OpaqueModule
 from wholestep.live.peers import ENDS, PUTS_GRADIENTS, Event, Peers
 from wholestep.live.pieces.pending_calls import PendingCalls
 from wholestep.live.pieces.piece import Piece, PieceSpec, make_piece, size_carrier
@@ -23,7 +23,7 @@ from wholestep.live.recording.handle import CURRENT, RecordingMode
 from wholestep.live.recording.modes import begin_blocks
 from wholestep.live.recording.path import Path, Paths
 from wholestep.live.recording.record import Read
-from wholestep.live.recording.snapshot import AsRecorded, OptimizerWatch, as_recorded
+from wholestep.live.recording.snapshot import AsRecorded, as_recorded
 from wholestep.live.run import Run
 
 
@@ -99,8 +99,7 @@ class LiveStep:
         self.name, self.reason = name, reason
         self.stats = LiveStats()
         self._step, self._compile, self._peers = step, compile_piece, peers
-        self.modules = OpaqueModules()
-        self._watches: dict[Optimizer, OptimizerWatch] = {}
+        self.learned = Learned()
         self._paths = Paths()
         self._pieces: dict[tuple[Path, PieceSpec], CompiledPiece] = {}
         self._last: CompiledPiece | None = None
@@ -160,10 +159,7 @@ class LiveStep:
         peers = self._peers
         agree = None if peers is None else lambda: peers.meet(Event(PUTS_GRADIENTS))
         leaves = pytree.tree_leaves((args, kwargs))
-        run = Run(
-            self._paths.all, leaves, self._launch,
-            modules=self.modules, watches=self._watches, agree_on_gradients=agree,
-        )  # fmt: skip
+        run = Run(self._paths.all, leaves, self._launch, self.learned, agree)
         begin_blocks()
         with redirected(looks=self._looks):
             CURRENT.run = run

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from wholestep.capture.python.user_frame import current_line
 from wholestep.capture.tracing.tensor_swap import swap_contents
-from wholestep.live.followed_calls import NOT_SURE, FollowedCalls
-from wholestep.live.opaque.modules import OpaqueModule, OpaqueModules
+from wholestep.live.followed_calls import NOT_SURE, CallWithoutTensors, FollowedCalls, Learned
+from wholestep.live.opaque.modules import OpaqueModule
 from wholestep.live.pieces.observation import execute, hooks_on_gradients, observe, unknown_argument
 from wholestep.live.pieces.pending_calls import Launcher
 from wholestep.live.pieces.shape_inference import resized
@@ -42,17 +42,8 @@ from wholestep.live.recording.record import (
     Value,
     name_of,
 )
-from wholestep.live.recording.snapshot import OptimizerWatch
-from wholestep.live.recording.structure import Structure, flatten, unflatten
+from wholestep.live.recording.structure import flatten, unflatten
 from wholestep.live.sizes.indices import plain_index
-
-_CallWithoutTensors = tuple[Any, Structure, tuple[Any, ...]]
-"""Function, structure and constants of a call, with kinds in the place of tensors and numbers."""
-
-_reading_calls: set[_CallWithoutTensors] = set()
-"""Calls of torch that have given Python something other than tensors, by function and what is no tensor in them."""
-_drawing_functions: set[Any] = set()
-"""Functions of torch that have drawn random numbers without any tensor of the step."""
 
 
 class Run(FollowedCalls):
@@ -63,14 +54,11 @@ class Run(FollowedCalls):
         paths: Iterable[Path],
         arguments: Iterable[Any],
         launch: Launcher,
-        *,
-        modules: OpaqueModules,
-        watches: dict[Optimizer, OptimizerWatch],
+        learned: Learned,
         agree_on_gradients: Callable[[], bool] | None = None,
     ) -> None:
-        """Takes what `FollowedCalls` does, and what is known of the modules that the step calls."""
-        super().__init__(paths, arguments, launch, watches, agree_on_gradients)
-        self._modules = modules
+        """Takes what `FollowedCalls` does."""
+        super().__init__(paths, arguments, launch, learned, agree_on_gradients)
         self._size_unknown = ""
         """Why sizes of what a call gives were not known, the last time that one was asked for them."""
         self._lock = threading.RLock()
@@ -94,7 +82,7 @@ class Run(FollowedCalls):
     ) -> Any:
         """A call of a module by the step's own Python: one record, or its Python runs."""
         opaque = None
-        if self._modules.may_be_opaque(module):
+        if self._learned.modules.may_be_opaque(module):
             with self._lock, recording_paused(), torch._C.DisableTorchFunction():
                 result = self._followed_module(module, args, kwargs)
                 if result is not NOT_SURE:
@@ -143,13 +131,13 @@ class Run(FollowedCalls):
                 if isinstance(one, OpaqueModule) and one.module is module and one.holds(args, kwargs):
                     return one
             self._flush(f"{name_of(type(module))} is called where no earlier run called it, or it is another by now")
-        found: OpaqueModule | None = execute(self._modules.find, (module, args, kwargs), {})
+        found: OpaqueModule | None = execute(self._learned.modules.find, (module, args, kwargs), {})
         return found
 
     def _called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves: list[Any] = []
         structure = flatten((args, kwargs), leaves)
-        draws = bool(self.records) and function in _drawing_functions and self._shares_stream(leaves)
+        draws = bool(self.records) and function in self._learned.drawing_functions and self._shares_stream(leaves)
         if not (draws or isinstance(function, OpaqueModule) or self.tensors.is_involved(leaves)):
             return self._at_once(function, args, kwargs, leaves)
         plain = plain_index(function, args, self._mask_values, self.tensors.note_fresh)
@@ -212,7 +200,7 @@ class Run(FollowedCalls):
             with DrawWatch() if watches else nullcontext():  # type: ignore[no-untyped-call]
                 result = execute(function, args, kwargs)
         except Draws:  # its numbers come behind those that wait to be drawn, so it is recorded like them
-            _drawing_functions.add(function)
+            self._learned.drawing_functions.add(function)
             return self._called(function, args, kwargs)
         self.tensors.note_result(result, leaves)
         return result
@@ -304,7 +292,7 @@ class Run(FollowedCalls):
         """Whether a call asks for a value: here in an earlier run, or anywhere if it gives no tensors."""
         here = (len(self.records), key.function)
         known = ((read.position, read.function) for path in self.candidates for read in path.reads)
-        return _without_tensors(key) in _reading_calls or here in known
+        return _without_tensors(key) in self._learned.reading_calls or here in known
 
     def _read_here(self, read: Read, handle: Handle) -> Any:
         leaves: list[Any] = []
@@ -312,13 +300,13 @@ class Run(FollowedCalls):
         return self._read(read, (read.function, structure, (VALUE,)), (handle,), {}, leaves)
 
     def _read(
-        self, read: Read, call: _CallWithoutTensors, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]
+        self, read: Read, call: CallWithoutTensors, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]
     ) -> Any:
         """Python asks for a value: what is recorded runs, as a piece if it can."""
         function = read.function
         self.reads.add(read)
         self._run_pending(f"{read.name} asks for a value")
-        if self.waits_for_backward and call not in _reading_calls and _may_have_graph(leaves):
+        if self.waits_for_backward and call not in self._learned.reading_calls and _may_have_graph(leaves):
             self._flush(f"{read.name} may give tensors through which gradients go")
         result = execute(function, args, kwargs)
         self.tensors.note_result(result, leaves)
@@ -336,10 +324,10 @@ class Run(FollowedCalls):
             tensors.note_state(seen.state.tensors)
         if seen.reads:
             if module is not None:
-                self._modules.reopen(module, "it returns something else than tensors, or asks for values")
+                self._learned.modules.reopen(module, "it returns something else than tensors, or asks for values")
             given = [one for one in seen.results if isinstance(one, torch.Tensor)]
             if not given and seen.result is not None and seen.result is not NotImplemented:
-                _reading_calls.add(_without_tensors(key))
+                self._learned.reading_calls.add(_without_tensors(key))
             self.reads.add(Read(len(self.records), key.function, line))
             if any(one.requires_grad for one in given):
                 self.make_no_path(f"{name_of(key.function)} gives what no record can, and gradients go through it")
@@ -363,6 +351,6 @@ def _may_have_graph(leaves: list[Any]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
 
 
-def _without_tensors(key: Key) -> _CallWithoutTensors:
+def _without_tensors(key: Key) -> CallWithoutTensors:
     """A call as far as it is no tensors and numbers."""
     return key.function, key.structure, tuple(one if one.kind == CONSTANT else one.kind for one in key.operands)

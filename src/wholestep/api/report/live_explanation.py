@@ -103,7 +103,7 @@ def explain_live(step: LiveStep, backend: str) -> LiveExplanation:
         is_recorded=step.is_recorded, note=step.note, piece_lines=tuple(pieces),
         reads=tuple(ReadLine(line=read.line, function=read.name) for read in step.reads),
         eager_reasons=tuple(why for why, _ in step.stats.reasons.most_common()),
-        open_modules=tuple(step.modules.open.items()),
+        open_modules=tuple(step.learned.modules.open.items()),
     )  # fmt: skip
     return LiveExplanation(step=step.name, backend=backend, live=report)
 

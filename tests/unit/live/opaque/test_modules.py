@@ -382,7 +382,7 @@ def test_one_that_is_called_in_many_states_is_open() -> None:
         training.model.temperature += 1.0
 
     live = train_both(appends, between=between, calls=MAX_STATES + 4)
-    assert "states" in live.modules.open["Net"]
+    assert "states" in live.learned.modules.open["Net"]
 
 
 def test_one_that_fails_says_so_itself() -> None:
