@@ -128,9 +128,11 @@ class CompiledStep:
         log.info("%s is live, its Python runs at every call: %s", self._stages.name, reason)
         return result
 
-    def _compile_piece(self, function: Callable[..., Any], strategy: Strategy | None = None) -> CompiledStep:
+    def _compile_piece(
+        self, function: Callable[..., Any], number: int, strategy: Strategy | None = None
+    ) -> CompiledStep:
         strategy = strategy or self._options.strategy
-        stages = functools.partial(PieceStages, wrapped=self._stages.wrapped)
+        stages = functools.partial(PieceStages, wrapped=self._stages.wrapped, number=number)
         return CompiledStep(function, replace(self._options, fullgraph=True, strategy=strategy, pad={}), stages=stages)
 
     def __get__(self, instance: Any, owner: type | None = None) -> CompiledStep:

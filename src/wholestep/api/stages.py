@@ -100,12 +100,13 @@ class Stages:
     """Whether the settings of DistributedDataParallel and ``fully_shard`` are those of the step."""
 
     def __init__(
-        self, step: Callable[..., Any], options: Options, stats: CallStats | None = None, saved: Path | None = None
-    ) -> None:
-        """`stats` number the calls in messages. `saved`: a trusted file that holds the step for its first call."""
+        self, step: Callable[..., Any], options: Options, stats: CallStats | None = None, saved: Path | None = None,
+        *, number: int | None = None,
+    ) -> None:  # fmt: skip
+        """`stats` number calls in messages. `saved`: a trusted file with the step. `number`: see `Rendezvous`."""
         self.step, self.options = step, options
         self.name = getattr(step, "__name__", type(step).__name__)
-        self.rendezvous = Rendezvous(self.name, lambda: stats.calls if stats is not None else 0)
+        self.rendezvous = Rendezvous(self.name, lambda: stats.calls if stats is not None else 0, number)
         self.retraces = RetracePolicy(step, options.max_retraces, options.dynamic)
         self.cache, self.compression = StepCache(step, saved), _compression(options.strategy)
         self._broadcast = StateBroadcast(self.name)
@@ -114,8 +115,7 @@ class Stages:
         """What the user chose, where modules bring a strategy with them: `wrapped`."""
         self.wrapped: WrappedStrategy | None = None
         self._fully_sharded: list[FSDPModule] = []
-        self._is_adopted = False
-        """Whether modules were asked for the strategy that they bring."""
+        self._is_adopted = False  # whether modules were asked for the strategy that they bring
         self._memory: dict[str, Any] | None = None
         """Of compressed communication, read before it was known whether modules bring a strategy that has any."""
         self.runs_eagerly = False

@@ -15,7 +15,7 @@ from wholestep.errors import CaptureError, PeerRefusedError, RetraceLimitError
 from wholestep.live.followed_calls import Learned
 from wholestep.live.opaque.functions import redirected
 from wholestep.live.opaque.modules import OpaqueModule
-from wholestep.live.peers import ENDS, PUTS_GRADIENTS, Event, Peers
+from wholestep.live.peers import ENDS, PUTS_GRADIENTS, RUNS_PIECE, Event, Peers
 from wholestep.live.pieces.pending_calls import PendingCalls
 from wholestep.live.pieces.piece import Piece, PieceSpec, make_piece, size_carrier
 from wholestep.live.pieces.tensors import inputs_of
@@ -56,7 +56,10 @@ class CompiledPiece:
     path: Path
     spec: PieceSpec
     piece: Piece
-    call: Compiled
+    call: Compiled | None = None
+    """None before all ranks have come to it."""
+    made: int = 0
+    """The number of the meeting of ranks at which it was compiled; 0 if there was none."""
     refused: str = ""
     """Why it can be no graph."""
     launches: int = 0
@@ -87,7 +90,7 @@ class LiveStep:
         step: Callable[..., Any],
         name: str,
         reason: str,
-        compile_piece: Callable[[Callable[..., Any]], Any],
+        compile_piece: Callable[[Callable[..., Any], int], Any],
         peers: Peers | None = None,
         *,
         has_pieces: bool = True,
@@ -130,7 +133,7 @@ class LiveStep:
     @property
     def compiled_pieces(self) -> list[Any]:
         """The compiled steps of the pieces."""
-        return [one.call for one in self._pieces.values() if not one.refused]
+        return [one.call for one in self._pieces.values() if one.call is not None and not one.refused]
 
     @property
     def last_piece(self) -> Any:
@@ -193,15 +196,21 @@ class LiveStep:
         path = run.candidates[0]
         read = run.read_by(path.records, range(*spec.span))
         compiled = self._piece(path, spec)
-        event = Event.of_piece("" if compiled is None or compiled.refused else compiled.piece.source)
-        if self._peers is not None and not self._peers.meet(event):
-            return None
+        if self._peers is not None:
+            event = Event(RUNS_PIECE)
+            if compiled is not None and not compiled.refused:
+                event = Event.of_piece(compiled.piece.source, compiled.made)
+            if not self._peers.meet(event):
+                return None
         if compiled is None:
             run.refused = f"this way through the step has {MAX_PIECES} pieces, which is the most"
             return None
         if compiled.refused:
             run.refused = compiled.refused
             return None
+        made = 0 if self._peers is None else self._peers.made
+        if compiled.call is None or compiled.made != made:
+            compiled.call, compiled.made = self._compile(compiled.piece.function, made), made
         try:
             results = self._run_piece(compiled, run, read)
         except (CaptureError, RetraceLimitError, PeerRefusedError) as error:
@@ -216,26 +225,26 @@ class LiveStep:
         self, compiled: CompiledPiece, run: PendingCalls, read: list[AsRecorded]
     ) -> list[torch.Tensor] | None:
         """Runs a piece with what its calls read of Python as it was when they were recorded; None if it was two."""
-        piece, tensors = compiled.piece, run.tensors
+        piece, call, tensors = compiled.piece, compiled.call, run.tensors
+        assert call is not None
         inputs = inputs_of(tensors, piece.earlier, piece.externals)
         numbers = [tensors.numbers[number] for number in piece.numbers]
         sizes = [size_carrier(int(tensors.numbers[number])) for number in piece.sizes]
         modules = [one for one in read if isinstance(one, OpaqueModule)]
         with as_recorded([one for one in read if not isinstance(one, OpaqueModule)]):
             # The guards of the piece look at the modules as well. Where nothing has changed, nothing is to be put back.
-            if (results := compiled.call.call_if_unchanged(inputs, numbers, sizes)) is not None:
+            if (results := call.call_if_unchanged(inputs, numbers, sizes)) is not None:
                 return results
             with as_recorded(modules):
                 if changed := next((one for one in modules if one.is_changed), None):
                     run.refused = f"{changed.__name__} is called in two states"
                     return None
-                return compiled.call(inputs, numbers, sizes)
+                return call(inputs, numbers, sizes)
 
     def _piece(self, path: Path, spec: PieceSpec) -> CompiledPiece | None:
         """The compiled piece; None if the path has enough of them."""
         compiled = self._pieces.get((path, spec))
         if compiled is None and sum(one.path is path for one in self._pieces.values()) < MAX_PIECES:
-            piece = make_piece(f"{self.name}_piece", path, spec)
-            compiled = CompiledPiece(path, spec, piece, self._compile(piece.function))
+            compiled = CompiledPiece(path, spec, make_piece(f"{self.name}_piece", path, spec))
             self._pieces[path, spec] = compiled
         return compiled

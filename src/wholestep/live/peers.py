@@ -11,10 +11,12 @@ call where others go on, that is an error on every rank, with the line of each, 
 from __future__ import annotations
 
 import functools
+import itertools
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,6 +40,8 @@ from wholestep.runtime.distributed.world import World
 
 ENDS, RUNS_BACKWARD, RUNS_PIECE, PUTS_GRADIENTS, RUNS_FORWARD = 0, 1, 2, 3, 4
 _LINE_BYTES = 96
+_meetings: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
+"""By group those at which pieces are compiled, of all live steps: its ranks hold them in the same order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +51,13 @@ class Event:
     kind: int
     what: int = 0
     """Of a piece: a number that is the same on ranks that run the same one."""
+    made: int = field(default=0, compare=False)
+    """Of a piece: the number of the meeting at which it was compiled on this rank; 0 if it was not yet."""
 
     @classmethod
-    def of_piece(cls, source: str) -> Event:
+    def of_piece(cls, source: str, made: int) -> Event:
         """The run of the piece with this source."""
-        return cls(RUNS_PIECE, zlib.crc32(source.encode()))
+        return cls(RUNS_PIECE, zlib.crc32(source.encode()), made)
 
 
 class Peers:
@@ -68,6 +74,8 @@ class Peers:
         self._state = TrainState()
         self._call_name: Callable[[], str] = lambda: ""
         self._is_equal = not strategy.sync_at_start
+        self.made = 0
+        """Of the piece that all ranks run now: the number of the meeting at which it is compiled."""
         self._parted: RankMismatchError | None = None
         """What was raised in this call, of which the other ranks know: they come to no other meeting of it."""
 
@@ -100,13 +108,17 @@ class Peers:
 
         Where a rank runs a backward and others a piece, those that run the backward wait until all do. Raises
         RankMismatchError where some ranks end their call, or run a forward that gathers parameters, and others do not,
-        and again for what is run after that.
+        and again for what is run after that. Of a piece `made` says behind it where all ranks have compiled it, which
+        is here and now if it was not the same meeting on all: one may have forgotten a piece that another one kept.
         """
         if self._parted is not None:
             raise self._parted
         while True:
             events, lines = self._exchange(event)
             if len(set(events)) == 1:
+                if event.kind == RUNS_PIECE:
+                    is_same = event.made > 0 and len({one.made for one in events}) == 1
+                    self.made = event.made if is_same else next(_meetings[self._axis.group])
                 return True
             if any(one.kind in (ENDS, RUNS_FORWARD) for one in events):
                 self._parted = RankMismatchError(self._mismatch(events, lines))
@@ -225,11 +237,11 @@ class Peers:
 
     def _exchange(self, event: Event) -> tuple[list[Event], list[str]]:
         line = current_line().encode()[-_LINE_BYTES:].ljust(_LINE_BYTES)
-        numbers = [event.kind, event.what, *line]
+        numbers = [event.kind, event.what, event.made, *line]
         mine = torch.tensor(numbers, dtype=torch.int64, device=self._world.device)
         with self._failures_named():
             rows = torch.stack(self._gathered(mine)).tolist()
-        return [Event(*row[:2]) for row in rows], [bytes(row[2:]).decode(errors="replace").strip() for row in rows]
+        return [Event(*row[:3]) for row in rows], [bytes(row[3:]).decode(errors="replace").strip() for row in rows]
 
     def _mismatch(self, events: list[Event], lines: list[str]) -> str:
         doing = {

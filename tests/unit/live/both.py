@@ -81,7 +81,7 @@ class Compiled:
     pieces: list[Step] = field(default_factory=list)
     launches: int = 0
 
-    def __call__(self, function: Step) -> Step:
+    def __call__(self, function: Step, number: int) -> Step:
         self.pieces.append(function)
 
         def run(*args: Any) -> Any:
@@ -94,8 +94,8 @@ class Compiled:
 class AsAGraph(Compiled):
     """Inputs are tensors of the graph's own, on the memory of those given; results have no way back."""
 
-    def __call__(self, function: Step) -> Step:
-        run = super().__call__(function)
+    def __call__(self, function: Step, number: int) -> Step:
+        run = super().__call__(function, number)
 
         def graph(inputs: list[Tensor], numbers: list[float], sizes: list[Tensor]) -> list[Tensor | None]:
             own = [one.detach().requires_grad_(one.requires_grad) if one.is_leaf else one for one in inputs]

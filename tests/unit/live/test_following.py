@@ -197,7 +197,7 @@ def test_a_write_to_what_a_recorded_call_reads_comes_behind_it() -> None:
 
 
 def test_what_is_no_piece_is_executed_and_given_up() -> None:
-    def refuse(function: Step) -> Step:
+    def refuse(function: Step, number: int) -> Step:
         def run(*args: Any) -> Any:
             raise CaptureError("not this one")
 

@@ -20,9 +20,13 @@ _made: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)  # 
 class Rendezvous:
     """The meetings of one compiled step. Ranks hold them in the same order; a step that fails disturbs no other one."""
 
-    def __init__(self, name: str, calls: Callable[[], int] = lambda: 0) -> None:
-        """`calls` says how many calls of the step there were on this rank, the one that runs among them."""
-        self._name, self._number, self._count = name, next(_made[name]), itertools.count()
+    def __init__(self, name: str, calls: Callable[[], int] = lambda: 0, number: int | None = None) -> None:
+        """`calls` says how many calls of the step there were on this rank, the one that runs among them.
+
+        `number` tells steps of one name apart, and is the same on all ranks: by default how many were made before.
+        """
+        self._name, self._count = name, itertools.count()
+        self._number = next(_made[name]) if number is None else number
         self._calls = calls
         self._agreed: set[str] = set()
         self._chosen: dict[str, Any] = {}
