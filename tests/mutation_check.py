@@ -22,6 +22,7 @@ from pathlib import Path
 
 from mutations import Mutation
 from mutations.live import LIVE_MUTATIONS
+from mutations.lower import LOWER_MUTATIONS
 from mutations.sharding import SHARDING_MUTATIONS
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -47,6 +48,7 @@ LATE = "tests/unit/live/test_late_reading.py"
 
 MUTATIONS = (
     *LIVE_MUTATIONS,
+    *LOWER_MUTATIONS,
     *SHARDING_MUTATIONS,
     Mutation(
         name="attributes_not_observed",
