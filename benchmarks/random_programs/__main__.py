@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import sys
+import time
 from collections import Counter
 
 import torch
@@ -26,6 +28,9 @@ def main() -> int:
     """Prints counts and failures or, with `--json`, a record of both."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--programs", type=int, default=100, help="how many (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="begin none behind that time (default: no limit)"
+    )
     parser.add_argument("--first", type=int, default=0, help="the seed of the first (default: %(default)s)")
     parser.add_argument(
         "--json", action="store_true", help="counts, and of each failure its seed, text and differences"
@@ -36,9 +41,12 @@ def main() -> int:
     logging.getLogger("wholestep").setLevel(logging.CRITICAL)
     counts: Counter[str] = Counter()
     failures: list[Verdict] = []
+    end = time.monotonic() + options.seconds
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("training", total=options.programs)
         for seed in range(options.first, options.first + options.programs):
+            if time.monotonic() > end:
+                break
             found = judged(random_program(seed))
             counts[found.kind] += 1
             if not found.holds:

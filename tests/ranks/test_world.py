@@ -358,7 +358,11 @@ def test_a_script_without_a_main_guard_is_told_so(tmp_path):
 
 
 def test_a_function_typed_into_a_console_is_told_to_move():
-    typed = "from wholestep.runtime.distributed.world import run\ndef f(): return 1\nrun(f, 1)\n"
+    """Where cloudpickle is installed, too, which would take it: here it cannot be imported."""
+    typed = (
+        "import sys\nsys.modules['cloudpickle'] = None\n"
+        "from wholestep.runtime.distributed.world import run\ndef f(): return 1\nrun(f, 1)\n"
+    )
     for command, words in (([sys.executable, "-c", typed], "%%writefile"), ([sys.executable, "-"], "standard input")):
         result = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=120, check=False)
         assert result.returncode != 0
