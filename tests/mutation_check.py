@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mutations import Mutation
+from mutations.capture import CAPTURE_MUTATIONS
 from mutations.live import LIVE_MUTATIONS
 from mutations.lower import LOWER_MUTATIONS
 from mutations.sharding import SHARDING_MUTATIONS
@@ -47,6 +48,7 @@ LATE = "tests/unit/live/test_late_reading.py"
 
 
 MUTATIONS = (
+    *CAPTURE_MUTATIONS,
     *LIVE_MUTATIONS,
     *LOWER_MUTATIONS,
     *SHARDING_MUTATIONS,

@@ -29,7 +29,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--programs", type=int, default=100, help="how many (default: %(default)s)")
     parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="begin none behind that time (default: no limit)"
+        "--seconds", type=float, default=math.inf, help="begin none later (default: no limit)"
     )
     parser.add_argument("--first", type=int, default=0, help="the seed of the first (default: %(default)s)")
     parser.add_argument(

@@ -414,17 +414,6 @@ LIVE_MUTATIONS = (
         tests=("tests/unit/capture/tracing/test_fake_kernels.py::test_a_copy_of_a_fake_tensor_is_of_the_same_mode",),
     ),
     Mutation(
-        name="state_in_the_making_is_shown",
-        what="a step that looks at the state of an optimizer before its first step finds some",
-        file="capture/reach/train_state.py",
-        old="            if id(opt) in waiting and id(opt) not in stepped:",
-        new="            if False:",
-        tests=(
-            "tests/unit/capture/reach/test_train_state.py::"
-            "test_a_step_that_looks_at_state_before_there_is_any[True-False]",
-        ),
-    ),
-    Mutation(
         name="draws_of_the_first_call",
         what="a call that drew nothing when it was first seen counts as one that never draws",
         file="live/recording/record.py",
@@ -461,5 +450,15 @@ LIVE_MUTATIONS = (
             "        result = (self._run_with_draws if draws else _run)(func, args, kwargs)\n"
         ),
         tests=(f"{FOLLOWING}::test_wrong_arguments_of_one_call_do_not_make_an_operator_unknown",),
+    ),
+    Mutation(
+        name="earlier_values_let_go",
+        what="what an earlier piece gave is gone when a forward runs again",
+        file="live/pieces/forward.py",
+        old="        self._given.extend(map(tensors.if_alive, earlier))",
+        new="        pass",
+        tests=(
+            "tests/unit/live/test_speculation.py::test_what_an_earlier_forward_gave_is_there_when_python_goes_another_way",
+        ),
     ),
 )

@@ -217,6 +217,9 @@ class _Attempt:
         check_made(trace.module, context.reachable.generators)
         _check_sizes(trace.module.graph, context)
         if side_effects.changed:
+            if trace.foreign and side_effects.has_written_buffers:  # a graph would read what was written behind it
+                side_effects.restore()
+                raise CaptureError(side_effects.sentence())
             return _Unsettled(side_effects, _outline(trace))
         if expected is not None and _outline(trace) != expected:
             raise CaptureError("the second run of the step did something else than the first")
@@ -261,6 +264,7 @@ class _Attempt:
             kept_grads=frozenset(recorded.kept_grads),
             stepped=frozenset(state.index[one] for one in trace.stepped if one in state.index),
             uses_grads=trace.uses_grads,
+            argument_grads=tuple(leaf for leaf, one in enumerate(context.leaves) if id(one) in trace.looked_at),
             written=written,
             opaque_leaves=context.arguments.opaque_leaves,
             scalars=portable_scalars(context.varying.places, context),

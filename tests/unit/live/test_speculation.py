@@ -141,3 +141,27 @@ def test_draws_behind_the_read_come_behind_those_before_it() -> None:
         return step
 
     train_both(make, batch, calls=12)
+
+
+def test_what_an_earlier_forward_gave_is_there_when_python_goes_another_way() -> None:
+    """The output of the first half goes into the piece with the forward of the second, which runs again."""
+
+    def make(training: Training) -> Step:
+        calls = iter(range(100))
+
+        def step(x: Tensor) -> None:
+            call, first = next(calls), training.model.first
+            for number, half in enumerate((x, x + 1)):
+                out = torch.tanh(torch.nn.functional.linear(half, first.weight, first.bias))
+                loss = out.square().mean()
+                if half.sum() < -100 or (call == CALLS - 1 and number == 1):
+                    training.notes.append([p.grad is None for p in training.model.parameters()])
+                loss.backward()
+                training.notes.append(str(call))
+                out.detach().abs().amax()
+            training.opt.step()
+            training.opt.zero_grad()
+
+        return step
+
+    train_both(make)

@@ -66,6 +66,8 @@ class TraceReads:
     """Slots of parameters that had a gradient when an optimizer stepped."""
     uses_grads: bool
     """Whether a backward has left gradients, on top of those that were there, or Python has looked at some."""
+    argument_grads: tuple[int, ...]
+    """Leaves of the arguments whose gradient Python has looked at. They had none before the call."""
     written: frozenset[int]
     """Slots that the graph writes to."""
     opaque_leaves: tuple[int, ...]

@@ -133,6 +133,8 @@ def _value_guards(spec: BindingSpec, context: StepContext, sizes: SizeEnv | None
         made.append(VaryingNumberGuard(context.varying, context.arguments.numbers, _number_inputs(context)))
     if spec.reads.predicates is not None:
         made.append(_branch_guard(spec, context))
+    if spec.reads.argument_grads:
+        made.append(argument_guards.ArgumentGradientGuard(spec.reads.argument_grads))
     if spec.reads.storages:
         made.append(StorageGuard(_storage_sizes(spec, context)))
     if (guard := _memory_guard(spec, context)) is not None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from wholestep.capture.effects.optimizer_effects import OptimizerEffects
 from wholestep.capture.python import tree_util
 from wholestep.capture.python.code_lines import writer_of
+from wholestep.capture.python.container_views import BUFFERS
 from wholestep.capture.python.snapshot import Snapshot
 from wholestep.capture.reach.grad_scaler import ScalerState as ScalerNotes
 from wholestep.capture.reach.rng_and_iterators import Generators
@@ -44,6 +45,7 @@ class SideEffects:
         """Whether tensors of the trace are among what is different. They mean nothing behind it."""
 
     def __enter__(self) -> SideEffects:
+        self._generators.watch()
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -105,6 +107,12 @@ class SideEffects:
         except RecursionError:  # objects that hold each other
             return True
         return any(isinstance(leaf, Tensor) and id(leaf) not in self._known for leaf in leaves)
+
+    @property
+    def has_written_buffers(self) -> bool:
+        """Whether arrays, or other memory that tensors may lie on, are among what is different."""
+        things = (getattr(watch.container, "thing", None) for watch in self._watches)
+        return any(isinstance(thing, BUFFERS) for thing in things)
 
     def restore(self) -> None:
         """Puts back what the step changed."""

@@ -89,6 +89,20 @@ class TensorArgumentGuard(Guard):
 
 
 @dataclass(frozen=True, slots=True)
+class ArgumentGradientGuard(Guard):
+    """Arguments come without gradients, where the step looks at those."""
+
+    leaves: tuple[int, ...]
+
+    def why_not(self, call: Call) -> str | None:
+        for index in self.leaves:
+            now = call.leaves[index]
+            if isinstance(now, torch.Tensor) and now.is_leaf and now.grad is not None:
+                return f"argument {index} had no gradient before the call, now it has one"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
 class AliasGuard(Guard):
     """Which arguments are the same tensor: those are one input of the graph."""
 

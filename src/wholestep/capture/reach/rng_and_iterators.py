@@ -2,6 +2,11 @@
 
 A trace asks once, and what it was given would be frozen in the graph. Torch's draws are operators, with the generator
 that they draw from, so those come out right; to seed a generator, or to draw from one of Python's, is no operator.
+
+Note: who puts a generator back
+    A step may draw and leave the state that there was: by what it has read itself, or by the same seed in every call.
+    So it does not suffice to compare states. Of torch's see `_TorchGenerator`, of numpy's `_NumpyGenerator`; what
+    Python's do are calls of C functions, which are watched (`capture/tracing/call_watch.py`).
 """
 
 from __future__ import annotations
@@ -9,6 +14,8 @@ from __future__ import annotations
 import builtins
 import random
 import re
+import secrets
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,33 +41,104 @@ KINDS = (random.Random, np.random.Generator, np.random.RandomState, torch.Genera
 
 @dataclass(slots=True)
 class _Generator:
-    """A generator, and the state that it had."""
+    """A generator, and the state that it has while no one uses it."""
 
     name: str
     read: Callable[[], Any]
     write: Callable[[Any], object]
-    is_torchs: bool = False
     held: Any = None
 
-    def __post_init__(self) -> None:
+    def watch(self) -> None:
+        """Begins to watch it."""
         self.held = self.read()
 
-    def changed(self) -> bool:
-        """Whether it is in another state."""
-        return not _same(self.held, self.read())
+    def restore(self) -> bool:
+        """Gives it the state that it had. Whether somebody has used it."""
+        if changed := not _same(self.held, self.read()):
+            self.write(self.held)
+        return changed
 
     def sentence(self) -> str:
         """What the step did to it, and what to do instead."""
-        if self.is_torchs:
-            return (
-                f"The step seeds {self.name}. That would happen once, while capturing, and never again. Seed it "
-                f"outside the step. To draw the same numbers twice, read torch.get_rng_state() and set it again with "
-                f"torch.set_rng_state()."
-            )
+        return draws(self.name)
+
+
+def draws(name: str) -> str:
+    """Why a step that draws from a generator is no graph."""
+    return (
+        f"The step draws from {name}: one draw would be frozen in the graph. "
+        f"Draw with torch (torch.rand), or draw outside the step and pass the number as a tensor."
+    )
+
+
+class _TorchGenerator(_Generator):
+    """One of torch. Where it draws on the CPU, it has a state meanwhile that no step gives it."""
+
+    def __init__(self, name: str, thing: torch.Generator) -> None:
+        super().__init__(name, thing.get_state, thing.set_state)
+        self._thing, self._expected = thing, torch.empty(0)
+
+    def watch(self) -> None:
+        super().watch()
+        if self._thing.device.type == "cpu":
+            self._thing.manual_seed(secrets.randbits(60))
+        self._expected = self.read()
+
+    def restore(self) -> bool:
+        changed = not torch.equal(self._expected, self.read())
+        super().restore()
+        return changed
+
+    def sentence(self) -> str:
         return (
-            f"The step draws from {self.name}: one draw would be frozen in the graph. "
-            f"Draw with torch (torch.rand), or draw outside the step and pass the number as a tensor."
+            f"The step seeds {self.name}. That would happen once, while capturing, and never again. Seed it "
+            f"outside the step. To draw the same numbers twice, read torch.get_rng_state() and set it again with "
+            f"torch.set_rng_state()."
         )
+
+
+class _NotingLock:
+    """A lock that notes whether the thread which made it has taken it."""
+
+    def __init__(self) -> None:
+        self._lock, self._thread, self.taken = threading.RLock(), threading.get_ident(), False
+
+    def __enter__(self) -> bool:
+        self.taken |= threading.get_ident() == self._thread
+        return self._lock.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._lock.__exit__(*error)
+
+
+class _NumpyGenerator(_Generator):
+    """One of numpy. Meanwhile it draws from a copy of its bits, whose lock it takes for all that it does."""
+
+    def __init__(self, name: str, thing: np.random.RandomState | np.random.Generator) -> None:
+        self._thing: Any = thing
+        self._bits: Any = thing._bit_generator  # type: ignore[union-attr]
+        if isinstance(thing, np.random.RandomState):
+            super().__init__(name, lambda: thing.get_state(legacy=False), thing.set_state)
+        else:
+            super().__init__(name, lambda: self._bits.state, lambda state: setattr(self._bits, "state", state))
+
+    def watch(self) -> None:
+        super().watch()
+        self._lock, kind = _NotingLock(), type(self._bits)
+        # numpy knows states by the name of the class.
+        copy = type(kind.__name__, (kind,), {"lock": self._lock})(0)
+        copy.state = self._bits.state
+        self._use(copy)
+        self._lock.taken = False
+
+    def _use(self, bits: Any) -> None:
+        self._thing.__init__(bits)
+        if isinstance(self._thing, np.random.RandomState):  # which has more than its bits
+            self.write(self.held)
+
+    def restore(self) -> bool:
+        self._use(self._bits)
+        return super().restore() or self._lock.taken
 
 
 class Generators:
@@ -68,31 +146,31 @@ class Generators:
 
     def __init__(self, found: Mapping[int, tuple[str, Any]]) -> None:
         """`found`: those that the step reaches, with names, by id."""
-        own = [("torch's own generator", torch.default_generator)]
+        own: list[tuple[str, Any]] = [("torch's own generator", torch.default_generator)]
         if torch.cuda.is_initialized():
             own += [(f"the generator of cuda:{i}", one) for i, one in enumerate(torch.cuda.default_generators)]
         self._held = [
             _Generator("Python's random generator", random.getstate, random.setstate),
-            _Generator("Python's numpy.random generator", np.random.get_state, np.random.set_state),
-            *(_held(name, thing) for name, thing in (*own, *found.values())),
+            _NumpyGenerator("Python's numpy.random generator", np.random.mtrand._rand),
+            *(_generator(name, thing) for name, thing in (*own, *found.values())),
         ]
 
+    def watch(self) -> None:
+        """Begins to watch them."""
+        for one in self._held:
+            one.watch()
+
     def restore(self) -> str:
-        """Gives all of them the state that they had. Says what the step did to one that had another; "" if none."""
-        changed = [one for one in self._held if one.changed()]
-        for one in changed:
-            one.write(one.held)
+        """Gives all of them the state that they had. Says what the step did to one of them; "" if nothing."""
+        changed = [one for one in self._held if one.restore()]
         return changed[0].sentence() if changed else ""
 
 
-def _held(name: str, thing: Any) -> _Generator:
+def _generator(name: str, thing: Any) -> _Generator:
     if isinstance(thing, torch.Generator):
-        return _Generator(name, thing.get_state, thing.set_state, is_torchs=True)
-    if isinstance(thing, np.random.RandomState):
-        return _Generator(name, thing.get_state, thing.set_state)
-    if isinstance(thing, np.random.Generator):
-        bits = thing.bit_generator
-        return _Generator(name, lambda: bits.state, lambda state: setattr(bits, "state", state))
+        return _TorchGenerator(name, thing)
+    if isinstance(thing, (np.random.RandomState, np.random.Generator)):
+        return _NumpyGenerator(name, thing)
     return _Generator(name, thing.getstate, thing.setstate)
 
 

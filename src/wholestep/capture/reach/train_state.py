@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -233,15 +234,18 @@ class LazyState:
                 opt.state.pop(param, None)
 
     @contextmanager
-    def watched(self, stepped: Set[int]) -> Iterator[None]:
-        """While open, whoever looks at the state of an optimizer that has not stepped so far is told of it.
+    def watched(self) -> Iterator[None]:
+        """While open, the state of an optimizer is what it would be without `created`, to who looks at it.
 
-        `stepped` are ids of those that have, while they do. Raises CaptureError where the state is not there in truth.
+        A step makes state in ``_init_group``, behind the closure that it is given, of parameters with gradients. That
+        of others is put aside then, and is there again afterwards. Raises CaptureError where someone looks earlier, or
+        where a second step would make what the first one did not.
         """
         waiting = {id(opt) for opt, _ in self.created}
+        aside: list[tuple[Optimizer, torch.Tensor, Any]] = []
 
         def look(opt: Optimizer) -> Any:
-            if id(opt) in waiting and id(opt) not in stepped:
+            if id(opt) in waiting:
                 raise CaptureError(
                     f"The step looks at the state of {type(opt).__name__} at {current_line()}, which has made no step "
                     f"so far. For the graph it is made beforehand. Look at it outside of the step."
@@ -251,9 +255,32 @@ class LazyState:
         def put(opt: Optimizer, state: Any) -> None:
             vars(opt)["state"] = state
 
+        def making(original: Callable[..., Any]) -> Callable[..., Any]:
+            def init_group(opt: Optimizer, *args: Any, **kwargs: Any) -> Any:
+                waiting.discard(id(opt))
+                if any(owner is opt and param.grad is not None for owner, param, _ in aside):
+                    raise CaptureError(
+                        f"{type(opt).__name__} makes a second step at {current_line()}, with gradients that were not "
+                        f"there in its first one, which makes its state. Call the first step outside of this one."
+                    )
+                missing = [param for owner, param in self.created if owner is opt and param.grad is None]
+                aside.extend((opt, param, opt.state.pop(param)) for param in missing if param in opt.state)
+                return original(opt, *args, **kwargs)
+
+            return functools.wraps(original)(on_this_thread(init_group, original))
+
         original = lambda opt: vars(opt)["state"]  # noqa: E731
-        with patch.object(Optimizer, "state", property(on_this_thread(look, original), put), create=True):
-            yield
+        looks = patch.object(Optimizer, "state", property(on_this_thread(look, original), put), create=True)
+        kinds: set[Any] = {type(opt) for opt, _ in self.created}
+        makes: list[Any] = [patch.object(kind, "_init_group", making(kind._init_group)) for kind in kinds]
+        with ExitStack() as stack:
+            for one in (looks, *makes):
+                stack.enter_context(one)
+            try:
+                yield
+            finally:
+                for opt, param, state in aside:
+                    vars(opt)["state"][param] = state
 
     def discard(self, used: Set[int] = frozenset()) -> None:
         """Removes created state but for that of parameters with an id in `used`, and that with a tensor whose id is."""

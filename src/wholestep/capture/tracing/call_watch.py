@@ -14,10 +14,11 @@ import _thread
 import functools
 import logging
 import os
+import random
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.machinery import BuiltinImporter, FileFinder
 from typing import Any
@@ -26,6 +27,7 @@ from torch import nn
 
 from wholestep.capture.native import build
 from wholestep.capture.python.user_frame import current_line
+from wholestep.capture.reach import rng_and_iterators
 from wholestep.errors import CaptureError
 from wholestep.util.gc_pause import gc_paused
 
@@ -40,6 +42,9 @@ _COMPUTING = frozenset(
 """Modules, and modules of classes, whose C functions compute; by the first part of the name, without underscores."""
 _OUTSIDE = frozenset({print, input, open, breakpoint, _thread.start_new_thread})
 """Functions of these modules that do more; what another thread does is not watched."""
+_PYTHONS = random.random.__self__  # type: ignore[attr-defined]
+"""The generator behind the functions of `random`."""
+NO_NAMES: Mapping[int, str] = types.MappingProxyType({})
 
 
 class OutsideEffect(CaptureError):
@@ -47,30 +52,30 @@ class OutsideEffect(CaptureError):
 
 
 @contextmanager
-def calls_watched() -> Iterator[None]:
+def calls_watched(generators: Mapping[int, str] = NO_NAMES) -> Iterator[None]:
     """While open, a call of a C function that may do more than compute raises `OutsideEffect`, before it runs.
 
-    A handler of the user's may catch that: it is raised again at the end.
+    So does one of a generator of Python that was there before: `generators` has names by id. A handler of the user's
+    may catch that: it is raised again at the end.
     """
+    known = {id(_PYTHONS): "Python's random generator", **generators}
     found: list[OutsideEffect] = []
     around = sys.getprofile()
     thread = threading.get_ident()
 
     def allowed(frame: types.FrameType, function: Any) -> bool:
         """Whether a function is, wherever it is called. Raises where this call of it is not."""
-        if computes(function):
+        owner = getattr(function, "__self__", None)
+        is_generator = isinstance(owner, random.Random)
+        if not is_generator and computes(function):
             return True
+        if is_generator and id(owner) not in known:  # made by the step itself
+            return False
         if not _is_of_interest(frame.f_code.co_filename) or threading.get_ident() != thread:
             return False
         if not _is_on_behalf_of_user(frame):
             return False
-        name = f"{_module_of(function)}.{getattr(function, '__name__', function)}"
-        found.append(
-            OutsideEffect(
-                f"The step calls {name} at {current_line()}, which does more than compute with Python's objects. That "
-                f"would happen once, while capturing, and never again. Do it outside of the step."
-            )
-        )
+        found.append(OutsideEffect(rng_and_iterators.draws(known[id(owner)]) if is_generator else _sentence(function)))
         raise found[-1]
 
     def profile(frame: types.FrameType, event: str, function: Any) -> None:
@@ -92,6 +97,15 @@ def calls_watched() -> Iterator[None]:
             sys.setprofile(around)
     if found:
         raise found[0]
+
+
+def _sentence(function: Any) -> str:
+    """Why a call of a C function is none for a graph."""
+    name = f"{_module_of(function)}.{getattr(function, '__name__', function)}"
+    return (
+        f"The step calls {name} at {current_line()}, which does more than compute with Python's objects. That would "
+        f"happen once, while capturing, and never again. Do it outside of the step."
+    )
 
 
 def computes(function: Any) -> bool:

@@ -104,17 +104,17 @@ class GradMarkers:
 
 
 @contextmanager
-def gradients_watched(note: Callable[[], None]) -> Iterator[None]:
-    """While open, `note` is called whenever Python of this thread reads, sets or deletes the ``.grad`` of a tensor.
+def gradients_watched(note: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """While open, `note` is called with a tensor whose ``.grad`` Python of this thread reads, sets or deletes.
 
     torch has no hook for it, and a mode of torch's functions would have `nn.MultiheadAttention` leave its fast path.
     """
     slot: Any = torch.Tensor.grad
 
     def noted(access: Callable[..., Any]) -> Callable[..., Any]:
-        def noting(*args: Any) -> Any:
-            note()
-            return access(*args)
+        def noting(tensor: torch.Tensor, *args: Any) -> Any:
+            note(tensor)
+            return access(tensor, *args)
 
         return on_this_thread(noting, access)
 

@@ -86,10 +86,21 @@ class Recorders:
     """Whether a backward has left gradients so far, or Python has looked at some."""
     host: HostValues | None = None
     """Numbers of the host, while the step runs."""
+    had_grads: dict[int, bool] = field(default_factory=dict)
+    """By id of each argument that is a leaf, whether it had a gradient before the call."""
+    looked_at: set[int] = field(default_factory=set)
+    """ids of those whose gradient Python has looked at."""
 
-    def note_gradient(self) -> None:
-        """Python has looked at a gradient."""
+    def note_gradient(self, tensor: torch.Tensor) -> None:
+        """Python looks at the gradient of a tensor. Raises CaptureError for one that came with an argument."""
         self.uses_grads = True
+        if id(tensor) in self.had_grads:
+            self.looked_at.add(id(tensor))
+        if self.had_grads.get(id(tensor)):
+            raise CaptureError(
+                f"The step looks at the gradient that an argument, a {list(tensor.shape)}, had before the call, at "
+                f"{current_line()}. Pass the gradient itself as an argument."
+            )
 
 
 def make_recorders(context: StepContext) -> Recorders:

@@ -83,6 +83,8 @@ class Trace:
     stepped_optimizers: set[int]
     uses_grads: bool
     """Whether a backward has left gradients, which may be gone by now, or Python has looked at some."""
+    looked_at: frozenset[int]
+    """ids of arguments whose gradient Python has looked at."""
     ranks: list[Rank]
     """The groups of this process, whose numbers are the last placeholders."""
     foreign: list[torch.Tensor]
@@ -119,6 +121,7 @@ class Tracer:
         recorders, recorded = self._recorders, list[_Recorded]()
         entry_grads = [(s, s.tensor.grad) for s in self._state.params if s.tensor.grad is not None]
         argument_grads = [(one, one.grad) for one in self._context.user if one.is_leaf]
+        recorders.had_grads = {id(one): grad is not None for one, grad in argument_grads}
         fakes = self._make_fakes()
         for slot, _ in entry_grads:
             slot.tensor.grad = None
@@ -153,6 +156,7 @@ class Tracer:
             sizes=recorders.sizes,
             recorded=recorded[0], storages=recorders.storages, stepped=recorders.stepped.params,
             stepped_optimizers=recorders.stepped.optimizers, uses_grads=recorders.uses_grads,
+            looked_at=frozenset(recorders.looked_at),
             ranks=ranks, foreign=_undiscovered(module),
         )  # fmt: skip
 
@@ -228,8 +232,9 @@ class Tracer:
         args, kwargs = self._context.arguments.traced()
         arguments = self._arguments = ArgumentWrites(args, kwargs, codes)
         grads = gradients_watched(self._recorders.note_gradient)
-        states = self._context.lazy.watched(self._recorders.stepped.optimizers)
-        with calls_watched(), self._context.attributes.observed(), grads, states:
+        states = self._context.lazy.watched()
+        generators = {key: name for key, (name, _) in self._context.reachable.generators.items()}
+        with calls_watched(generators), self._context.attributes.observed(), grads, states:
             result = step(*args, **kwargs)
         if self._context.attributes.found:
             raise AttributesFound

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from wholestep.live.opaque.modules import OpaqueModule
 from wholestep.live.pieces.tensors import TensorTable
 from wholestep.live.recording.path import BACKWARDS, Path
-from wholestep.live.recording.record import EXTERNAL, Record
+from wholestep.live.recording.record import EXTERNAL, VALUE, Record
 
 States = tuple[tuple[torch.Generator, torch.Tensor], ...]
 """Generators and where they stand."""
@@ -33,10 +33,12 @@ def cannot_be_repeated(record: Record) -> bool:
 
 @dataclass(slots=True)
 class Before:
-    """What records change that may run again, as it was before them."""
+    """What records change that may run again, as it was before them, and what earlier ones have given them."""
 
     _generators: dict[torch.Generator, torch.Tensor] = field(default_factory=dict)
     _written: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = field(default_factory=dict)
+    _given: list[torch.Tensor | None] = field(default_factory=list)
+    """Values of earlier records, which Python may let go of meanwhile."""
 
     def take(self, records: Iterable[Record], since: int, tensors: TensorTable) -> None:
         """Takes up records that are about to run. Copies what they write to; buffers of norms, usually.
@@ -47,6 +49,7 @@ class Before:
             for generator in record.drawn:
                 if generator not in self._generators:
                     self._generators[generator] = generator.get_state()
+            self.hold(record, since, tensors)
             written = list(record.key.function.written) if isinstance(record.key.function, OpaqueModule) else []
             for operand in record.writes_to:
                 if operand.kind == EXTERNAL:
@@ -56,6 +59,11 @@ class Before:
             for memory in (tensor.untyped_storage() for tensor in written):
                 if memory._cdata not in self._written:
                     self._written[memory._cdata] = (memory, memory.clone())
+
+    def hold(self, record: Record, since: int, tensors: TensorTable) -> None:
+        """Keeps what a record is given by those in front of `since` until it may have run again."""
+        earlier = ((one.key, one.detail) for one in record.operands if one.kind == VALUE and one.key < since)
+        self._given.extend(map(tensors.if_alive, earlier))
 
     def states(self) -> States:
         """Where the generators stand now."""

@@ -243,6 +243,8 @@ class PendingCalls(RecordedCalls, ABC):
         later = plan.wanted(path)
         before = Before()
         before.take(path.records[slice(*span)], span[0], tensors)
+        for record in path.records[span[1] : plan.span[1]]:
+            before.hold(record, span[0], tensors)
         results = None
         has_grads = any(leaf.grad is not None for leaf in leaves)
         if self._agree_on_gradients is None or not has_grads:  # those of several ranks may be reduced already, or not

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
+import operator
 import re
+import types
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -200,7 +203,7 @@ class _Writer:
         return self._in_scope("c", value)
 
     def _function(self, function: Callable[..., Any]) -> str:
-        called = function.module if isinstance(function, OpaqueModule) else function
+        called = function.module if isinstance(function, OpaqueModule) else _as_python_calls(function)
         return self._in_scope(_identifier(function), called)
 
     def _in_scope(self, stem: str, value: Any) -> str:
@@ -214,6 +217,19 @@ class _Writer:
 
 def _name(value: Value) -> str:
     return f"v{value[0]}_{value[1]}"
+
+
+@functools.cache
+def _attribute(name: str) -> Callable[..., Any]:
+    return operator.attrgetter(name)
+
+
+def _as_python_calls(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A call as the step makes it: an attribute is that of the tensor's class, at which a capture may look."""
+    descriptor = getattr(function, "__self__", None)
+    if isinstance(descriptor, types.GetSetDescriptorType) and function.__name__ == "__get__":
+        return _attribute(descriptor.__name__)
+    return function
 
 
 def _identifier(function: Callable[..., Any]) -> str:

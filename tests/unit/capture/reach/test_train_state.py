@@ -250,3 +250,55 @@ def test_state_is_there_for_who_looks_behind_the_first_step() -> None:
         return len(opt.state)
 
     assert ws.compile(call, backend="eager", fullgraph=True)(X) == 2
+
+
+def closures(model: nn.Linear, opt: torch.optim.Optimizer) -> Callable[[Tensor], Any]:
+    def step(x: Tensor) -> Any:
+        def closure() -> Tensor:
+            opt.zero_grad()
+            loss = model(x).square().mean() * (1 + len(opt.state))
+            loss.backward()
+            return loss
+
+        return opt.step(closure)
+
+    return step
+
+
+def uses_one(model: nn.Linear, opt: torch.optim.Optimizer) -> Callable[[Tensor], Any]:
+    def step(x: Tensor) -> Any:
+        (x @ model.weight.T).sum().backward()
+        opt.step()
+        opt.zero_grad()
+        return len(opt.state), model.bias in opt.state
+
+    return step
+
+
+def uses_another_later(model: nn.Linear, opt: torch.optim.Optimizer) -> Callable[[Tensor], Any]:
+    def step(x: Tensor) -> Any:
+        (x @ model.weight.T).sum().backward()
+        opt.step()
+        known = len(opt.state)
+        model(x).sum().backward()
+        opt.step()
+        opt.zero_grad()
+        return known, len(opt.state)
+
+    return step
+
+
+@pytest.mark.parametrize("may_go_live", [True])
+@pytest.mark.parametrize("make", [closures, uses_one, uses_another_later])
+@pytest.mark.parametrize("kind", [adam, lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)])
+def test_the_step_sees_the_state_that_it_would_have_made(
+    make: Callable[..., Callable[[Tensor], Any]], kind: Callable[[nn.Linear], torch.optim.Optimizer], may_go_live: bool
+) -> None:
+    model, twin = nn.Linear(4, 2), nn.Linear(4, 2)
+    twin.load_state_dict(model.state_dict())
+    opt, other = kind(model), kind(twin)
+    step, wanted = ws.compile(make(model, opt), backend="eager"), make(twin, other)
+    for _ in range(3):
+        assert str(step(X)) == str(wanted(X))
+        assert [len(one) for one in opt.state.values()] == [len(one) for one in other.state.values()]
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))

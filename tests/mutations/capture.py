@@ -1,0 +1,89 @@
+"""Faults of captures: what a step sees in a trace that it would not see otherwise, and what is frozen in its graph."""
+
+from __future__ import annotations
+
+from mutations import Mutation
+
+GENERATORS = "tests/unit/capture/reach/test_generators.py::test_nothing_that_is_drawn_is_frozen"
+STATE = "tests/unit/capture/reach/test_train_state.py::test_the_step_sees_the_state_that_it_would_have_made"
+GRADIENTS = "tests/unit/capture/guards/test_argument_gradients.py::test_a_gradient_from_before_the_call_is_seen"
+ARRAYS = "tests/unit/capture/effects/test_written_arrays.py"
+
+CAPTURE_MUTATIONS = (
+    Mutation(
+        name="closures_see_state_that_is_not_there",
+        what="the closure of an optimizer sees the state that a capture has made",
+        file="capture/reach/train_state.py",
+        old="            if id(opt) in waiting:",
+        new="            if False:",
+        tests=(
+            STATE,
+            "tests/unit/capture/reach/test_train_state.py::"
+            "test_a_step_that_looks_at_state_before_there_is_any[True-False]",
+        ),
+    ),
+    Mutation(
+        name="state_without_gradients",
+        what="a step sees state of parameters that had no gradient",
+        file="capture/reach/train_state.py",
+        old="owner is opt and param.grad is None]",
+        new="owner is opt and False]",
+        tests=(STATE,),
+    ),
+    Mutation(
+        name="seeds_compared_by_state",
+        what="a step that seeds torch's generator as it was seeded before becomes a graph",
+        file="capture/reach/rng_and_iterators.py",
+        old="            self._thing.manual_seed(secrets.randbits(60))",
+        new="            pass",
+        tests=(GENERATORS,),
+    ),
+    Mutation(
+        name="draws_of_numpy_compared_by_state",
+        what="a step that draws from a generator of numpy and puts it back becomes a graph",
+        file="capture/reach/rng_and_iterators.py",
+        old="        return super().restore() or self._lock.taken",
+        new="        return super().restore()",
+        tests=(GENERATORS,),
+    ),
+    Mutation(
+        name="draws_of_python_compared_by_state",
+        what="a step that draws from a generator of Python and puts it back becomes a graph",
+        file="capture/tracing/call_watch.py",
+        old="        if is_generator and id(owner) not in known:",
+        new="        if is_generator:",
+        tests=(GENERATORS,),
+    ),
+    Mutation(
+        name="gradients_of_arguments_not_there",
+        what="a graph takes an argument that has a gradient for one without",
+        file="capture/tracing/patches.py",
+        old="        if self.had_grads.get(id(tensor)):",
+        new="        if False:",
+        tests=(GRADIENTS,),
+    ),
+    Mutation(
+        name="gradients_of_arguments_not_compared",
+        what="a graph that was captured with an argument without gradient runs for one with a gradient",
+        file="capture/guards/argument_guards.py",
+        old="            if isinstance(now, torch.Tensor) and now.is_leaf and now.grad is not None:",
+        new="            if False:",
+        tests=(GRADIENTS,),
+    ),
+    Mutation(
+        name="attributes_asked_behind_the_back",
+        what="a piece reads gradients in a way that its capture does not see",
+        file="live/pieces/piece.py",
+        old='    if isinstance(descriptor, types.GetSetDescriptorType) and function.__name__ == "__get__":',
+        new="    if False:",
+        tests=(GRADIENTS,),
+    ),
+    Mutation(
+        name="arrays_written_behind_reads",
+        what="a graph reads an array that the step has written to since",
+        file="capture/capture.py",
+        old="            if trace.foreign and side_effects.has_written_buffers:",
+        new="            if False:",
+        tests=(f"{ARRAYS}::test_a_tensor_has_what_was_there_when_it_was_read",),
+    ),
+)
