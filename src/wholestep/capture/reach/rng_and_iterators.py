@@ -117,6 +117,7 @@ class _NumpyGenerator(_Generator):
     def __init__(self, name: str, thing: np.random.RandomState | np.random.Generator) -> None:
         self._thing: Any = thing
         self._bits: Any = thing._bit_generator  # type: ignore[union-attr]
+        self._lock: _NotingLock | None = None
         if isinstance(thing, np.random.RandomState):
             super().__init__(name, lambda: thing.get_state(legacy=False), thing.set_state)
         else:
@@ -124,12 +125,16 @@ class _NumpyGenerator(_Generator):
 
     def watch(self) -> None:
         super().watch()
-        self._lock, kind = _NotingLock(), type(self._bits)
-        # numpy knows states by the name of the class.
-        copy = type(kind.__name__, (kind,), {"lock": self._lock})(0)
-        copy.state = self._bits.state
+        lock, kind = _NotingLock(), type(self._bits)
+        try:
+            # numpy knows states by the name of the class.
+            copy = type(kind.__name__, (kind,), {"lock": lock})(0)
+            copy.state = self._bits.state
+        except Exception:  # bits of somebody's own, which are compared alone
+            return
         self._use(copy)
-        self._lock.taken = False
+        self._lock = lock
+        lock.taken = False
 
     def _use(self, bits: Any) -> None:
         self._thing.__init__(bits)
@@ -137,6 +142,8 @@ class _NumpyGenerator(_Generator):
             self.write(self.held)
 
     def restore(self) -> bool:
+        if self._lock is None:
+            return super().restore()
         self._use(self._bits)
         return super().restore() or self._lock.taken
 

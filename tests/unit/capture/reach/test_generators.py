@@ -125,6 +125,20 @@ def test_one_graph_is_refused_and_leaves_all_generators_as_they_were(step: Calla
     assert states() == before
 
 
+class OwnBits(np.random.MT19937):
+    """Bits that cannot be made with a seed alone."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(first + second)
+
+
+def test_bits_that_cannot_be_copied_are_compared() -> None:
+    numbers = np.random.Generator(OwnBits(1, 2))
+    with pytest.raises(CaptureError, match="draws from numbers"):
+        ws.compile(lambda x: x * float(numbers.random()), backend="eager", fullgraph=True)(torch.ones(3))
+    assert float(numbers.random()) == float(np.random.Generator(OwnBits(1, 2)).random())
+
+
 def test_a_generator_that_the_step_makes_is_its_own() -> None:
     def step(x: Tensor) -> Tensor:
         return x * random.Random(3).random() * float(np.random.default_rng(3).random())
