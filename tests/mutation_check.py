@@ -23,7 +23,6 @@ from pathlib import Path
 from mutations import Mutation
 from mutations.capture import CAPTURE_MUTATIONS
 from mutations.live import LIVE_MUTATIONS
-from mutations.lower import LOWER_MUTATIONS
 from mutations.sharding import SHARDING_MUTATIONS
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -50,7 +49,6 @@ LATE = "tests/unit/live/test_late_reading.py"
 MUTATIONS = (
     *CAPTURE_MUTATIONS,
     *LIVE_MUTATIONS,
-    *LOWER_MUTATIONS,
     *SHARDING_MUTATIONS,
     Mutation(
         name="attributes_not_observed",

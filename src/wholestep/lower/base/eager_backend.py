@@ -80,8 +80,7 @@ def lower(
     rendered = printer.render(program, short_names=True)
     filename = f"<wholestep step {next(_numbers)}>"
     namespace = dict(rendered.namespace)
-    functions: dict[Any, Callable[..., Any]] = {torch.ops.aten._local_scalar_dense.default._op: torch.Tensor.item}
-    functions |= {operator._op: function for operator, function in (replacements or {}).items()}
+    functions = {operator._op: function for operator, function in (replacements or {}).items()}
     if wait is not None:
         functions[op_info.WAIT._op] = wait
     calls = {name: thing for name, thing in namespace.items() if isinstance(thing, types.BuiltinFunctionType)}

@@ -1,10 +1,9 @@
 """A whole step as one CUDA graph: launched by one call, its collectives inside.
 
 Note: two parts
-    What the host computes (rates, bias corrections, counters) runs before every replay, as Python, once for numbers
-    that are equal (`lower/cudagraph/host_part.py`); it reaches the device in tensors whose place does not change. All
-    else is captured: as one graph or, where calls cannot be, as the pieces between those
-    (`lower/cudagraph/partition.py`).
+    What the host computes (rates, bias corrections, counters) runs before every replay, as Python; it reaches the
+    device in tensors whose place does not change. All else is captured: as one graph or, where calls cannot be, as the
+    pieces between those (`lower/cudagraph/partition.py`).
 
 Note: who owns which memory
     Parameters and state are read and written where they live; if one has moved since (``param.data = ...``), the step
@@ -36,7 +35,6 @@ from wholestep.lower.base import eager_backend
 from wholestep.lower.cudagraph import grad_ownership, output_copies
 from wholestep.lower.cudagraph.captured_piece import captured_pieces
 from wholestep.lower.cudagraph.graph_pool import Pool
-from wholestep.lower.cudagraph.host_part import HostPart
 from wholestep.lower.cudagraph.partition import Partition, partition
 from wholestep.runtime.distributed import process_group
 
@@ -121,7 +119,7 @@ class GraphRunner:
     def _use(self, parts: Partition) -> None:
         """Begins with some parts: they run as they are at first."""
         self._parts, self._calls = parts, 0
-        self._host = HostPart(parts.host, self._lower)
+        self._host = self._lower(parts.host)
         self._pieces = captured_pieces(self._program, parts, self._lower, self._pool)
         written = {o.target for o in self._program.outputs if o.kind is OutputKind.WRITE}
         self._written = [(place, number) for place, number in enumerate(parts.inputs) if number in written]
@@ -170,7 +168,7 @@ class GraphRunner:
 
     def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
         """One step. Results are the caller's own."""
-        host_results, num_host_values = self._host(inputs), self._parts.num_host_values
+        host_results, num_host_values = self._host(list(inputs)), self._parts.num_host_values
         values = [*(inputs[number] for number in self._parts.inputs), *host_results[:num_host_values]]
         values += [None] * (self._parts.num_values - len(values))
         self._calls += 1

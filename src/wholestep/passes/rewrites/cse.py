@@ -28,7 +28,7 @@ def eliminate_common_subexpressions(program: Program) -> Program:
     dropped = scalars = 0
     for node in list(program.graph.nodes):
         collective = node.target in op_info.SYMMETRIC or node.target is op_info.WAIT
-        if not collective and not is_arithmetic(node):
+        if not collective and not _is_arithmetic(node):
             continue
         bucket = node_meta.bucket(node)
         key = (node.target, _frozen(node.args), _frozen(node.kwargs), bucket.phase if bucket is not None else "")
@@ -41,7 +41,7 @@ def eliminate_common_subexpressions(program: Program) -> Program:
     return program.with_notes(f"dropped {dropped} collectives and {scalars} host scalars that repeat another one")
 
 
-def is_arithmetic(node: fx.Node) -> bool:
+def _is_arithmetic(node: fx.Node) -> bool:
     """Whether the node is Python arithmetic on numbers: no tensor goes in or out."""
     if node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload):
         return False
