@@ -28,9 +28,7 @@ def main() -> int:
     """Prints counts and failures or, with `--json`, a record of both."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--programs", type=int, default=100, help="how many (default: %(default)s)")
-    parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="begin none later (default: no limit)"
-    )
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin none later (default: no limit)")
     parser.add_argument("--first", type=int, default=0, help="the seed of the first (default: %(default)s)")
     parser.add_argument(
         "--json", action="store_true", help="counts, and of each failure its seed, text and differences"

@@ -3,16 +3,34 @@ installed package. So classes and globals are as fresh as objects are."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 SCALE = 1.0
 """A global of another file, which `scaled` reads."""
 SETTINGS = {"w": 1.0}
+
+
+def drawn_and_put_back() -> float:
+    """A number that nobody else misses."""
+    state = random.getstate()
+    drawn = random.random()
+    random.setstate(state)
+    return drawn
+
+
+def drawn_by_numpy_and_put_back() -> float:
+    """The same of numpy's generator."""
+    state = np.random.get_state()
+    drawn = float(np.random.rand())
+    np.random.set_state(state)
+    return drawn
 
 
 def scaled(value: Any) -> Any:
