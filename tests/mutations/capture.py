@@ -55,6 +55,14 @@ CAPTURE_MUTATIONS = (
         tests=(GENERATORS,),
     ),
     Mutation(
+        name="seeds_are_frozen",
+        what="a step that asks a generator of torch for its seed becomes a graph",
+        file="capture/tracing/call_watch.py",
+        old="isinstance(owner, (random.Random, torch.Generator))",
+        new="isinstance(owner, random.Random)",
+        tests=(GENERATORS,),
+    ),
+    Mutation(
         name="gradients_of_arguments_not_there",
         what="a graph takes an argument that has a gradient for one without",
         file="capture/tracing/patches.py",

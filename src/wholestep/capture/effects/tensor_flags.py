@@ -1,7 +1,7 @@
 """What lives in a tensor of the state besides its values: whether it takes gradients, and its hooks.
 
-A graph writes values and nothing else. So a step that freezes a parameter, or leaves a hook on one, is refused; one
-that has it as it was at its end is not.
+A graph writes values and nothing else. So a step that freezes a parameter, or leaves a hook on one, is no graph and
+runs live; one that has it as it was at its end may be one.
 """
 
 from __future__ import annotations

@@ -71,6 +71,22 @@ def draws(name: str) -> str:
     )
 
 
+def uses(name: str, method: str) -> str:
+    """Why a step that calls a method of a generator is no graph."""
+    if method in ("manual_seed", "seed", "set_state"):
+        return (
+            f"The step seeds {name}. That would happen once, while capturing, and never again. Seed it "
+            f"outside the step. To draw the same numbers twice, read torch.get_rng_state() and set it again with "
+            f"torch.set_rng_state()."
+        )
+    if method in ("initial_seed", "get_state"):
+        return (
+            f"The step asks {name} for its seed or state ({method}), which would be frozen in the graph. Ask it "
+            f"outside the step and pass the number as a tensor."
+        )
+    return draws(name)
+
+
 class _TorchGenerator(_Generator):
     """One of torch. Where it draws on the CPU, it has a state meanwhile that no step gives it."""
 
@@ -90,11 +106,7 @@ class _TorchGenerator(_Generator):
         return changed
 
     def sentence(self) -> str:
-        return (
-            f"The step seeds {self.name}. That would happen once, while capturing, and never again. Seed it "
-            f"outside the step. To draw the same numbers twice, read torch.get_rng_state() and set it again with "
-            f"torch.set_rng_state()."
-        )
+        return uses(self.name, "manual_seed")
 
 
 class _NotingLock:
@@ -148,18 +160,23 @@ class _NumpyGenerator(_Generator):
         return super().restore() or self._lock.taken
 
 
+def generators_of_torch() -> list[tuple[str, torch.Generator]]:
+    """Those that torch draws from where it is given none, with names."""
+    found = [("torch's own generator", torch.default_generator)]
+    if torch.cuda.is_initialized():
+        found += [(f"the generator of cuda:{i}", one) for i, one in enumerate(torch.cuda.default_generators)]
+    return found
+
+
 class Generators:
     """The generators that a step may draw from, as they are before it is traced."""
 
     def __init__(self, found: Mapping[int, tuple[str, Any]]) -> None:
         """`found`: those that the step reaches, with names, by id."""
-        own: list[tuple[str, Any]] = [("torch's own generator", torch.default_generator)]
-        if torch.cuda.is_initialized():
-            own += [(f"the generator of cuda:{i}", one) for i, one in enumerate(torch.cuda.default_generators)]
         self._held = [
             _Generator("Python's random generator", random.getstate, random.setstate),
             _NumpyGenerator("Python's numpy.random generator", np.random.mtrand._rand),
-            *(_generator(name, thing) for name, thing in (*own, *found.values())),
+            *(_generator(name, thing) for name, thing in (*generators_of_torch(), *found.values())),
         ]
 
     def watch(self) -> None:

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from importlib.machinery import BuiltinImporter, FileFinder
 from typing import Any
 
+import torch
 from torch import nn
 
 from wholestep.capture.native import build
@@ -55,10 +56,11 @@ class OutsideEffect(CaptureError):
 def calls_watched(generators: Mapping[int, str] = NO_NAMES) -> Iterator[None]:
     """While open, a call of a C function that may do more than compute raises `OutsideEffect`, before it runs.
 
-    So does one of a generator of Python that was there before: `generators` has names by id. A handler of the user's
-    may catch that: it is raised again at the end.
+    So does one of a generator of Python or torch that was there before: `generators` has names by id. A handler of the
+    user's may catch that: it is raised again at the end.
     """
     known = {id(_PYTHONS): "Python's random generator", **generators}
+    known |= {id(one): name for name, one in rng_and_iterators.generators_of_torch()}
     found: list[OutsideEffect] = []
     around = sys.getprofile()
     thread = threading.get_ident()
@@ -66,20 +68,20 @@ def calls_watched(generators: Mapping[int, str] = NO_NAMES) -> Iterator[None]:
     def allowed(frame: types.FrameType, function: Any) -> bool:
         """Whether a function is, wherever it is called. Raises where this call of it is not."""
         owner = getattr(function, "__self__", None)
-        is_generator = isinstance(owner, random.Random)
+        is_generator = isinstance(owner, (random.Random, torch.Generator))
         if not is_generator and computes(function):
             return True
         if is_generator and id(owner) not in known:  # made by the step itself
             return False
-        if not _is_of_interest(frame.f_code.co_filename) or threading.get_ident() != thread:
+        if not _may_be_of_user(frame.f_code.co_filename) or threading.get_ident() != thread:
             return False
         if not _is_on_behalf_of_user(frame):
             return False
-        found.append(OutsideEffect(rng_and_iterators.draws(known[id(owner)]) if is_generator else _sentence(function)))
+        found.append(OutsideEffect(_sentence(function, known.get(id(owner), ""))))
         raise found[-1]
 
     def profile(frame: types.FrameType, event: str, function: Any) -> None:
-        if event == "c_call" and _is_of_interest(frame.f_code.co_filename):
+        if event == "c_call" and _may_be_of_user(frame.f_code.co_filename):
             allowed(frame, function)
 
     if around is not None:  # somebody profiles this thread, whose function must stay
@@ -99,8 +101,12 @@ def calls_watched(generators: Mapping[int, str] = NO_NAMES) -> Iterator[None]:
         raise found[0]
 
 
-def _sentence(function: Any) -> str:
-    """Why a call of a C function is none for a graph."""
+def _sentence(function: Any, generator: str) -> str:
+    """Why a call of a C function is none for a graph. `generator`: whose method it is, if it is one's."""
+    if isinstance(getattr(function, "__self__", None), torch.Generator):
+        return rng_and_iterators.uses(generator, function.__name__)
+    if generator:
+        return rng_and_iterators.draws(generator)
     name = f"{_module_of(function)}.{getattr(function, '__name__', function)}"
     return (
         f"The step calls {name} at {current_line()}, which does more than compute with Python's objects. That would "
@@ -131,6 +137,10 @@ def _is_of_interest(filename: str) -> bool:
     return not filename.startswith(_own_dirs())
 
 
+def _may_be_of_user(filename: str) -> bool:
+    return filename in _TRANSPARENT or _is_of_interest(filename)
+
+
 @functools.cache
 def _own_dirs() -> tuple[str, ...]:
     packages = (sys.modules[name] for name in ("wholestep", "torch"))
@@ -138,8 +148,8 @@ def _own_dirs() -> tuple[str, ...]:
 
 
 _STANDARD = (os.path.dirname(os.__file__) + os.sep, "<frozen")
-_CALLS_MODULES = nn.modules.module.__file__
-"""Where torch calls the forward of a module, which may be anybody's."""
+_TRANSPARENT = frozenset({nn.modules.module.__file__, torch.random.__file__, torch.cuda.random.__file__})
+"""Where torch calls the forward of a module, which may be anybody's, and the generators that the user asks it for."""
 _IMPORTS = frozenset(finder.find_spec.__code__.co_filename for finder in (BuiltinImporter, FileFinder))
 """Where Python looks for modules, and runs those that it has found."""
 
@@ -152,7 +162,7 @@ def _is_on_behalf_of_user(frame: types.FrameType | None) -> bool:
         file = frame.f_code.co_filename
         if file in _IMPORTS:
             return False
-        if file != _CALLS_MODULES:
+        if file not in _TRANSPARENT:
             if not _is_of_interest(file):
                 return is_of_user and not logs
             logs = file == logging.__file__

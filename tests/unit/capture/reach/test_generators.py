@@ -74,7 +74,20 @@ def seeds_one_of_torch(x: Tensor) -> Tensor:
     return x * drawn
 
 
+def asks_torch_for_its_seed(x: Tensor) -> Tensor:
+    return x * (torch.initial_seed() % 7)
+
+
+def asks_one_of_torch_for_its_seed(x: Tensor) -> Tensor:
+    return x * (OWN.initial_seed() % 7)
+
+
+def asks_one_of_torch_for_its_state(x: Tensor) -> Tensor:
+    return x * OWN.get_state()[8:11]
+
+
 STEPS = (
+    asks_torch_for_its_seed, asks_one_of_torch_for_its_seed, asks_one_of_torch_for_its_state,
     seeds_python, puts_python_back, seeds_one_of_python, seeds_numpy, puts_numpy_back, puts_one_of_numpy_back,
     seeds_an_old_one_of_numpy, seeds_torch, seeds_one_of_torch,
 )  # fmt: skip
@@ -120,7 +133,7 @@ def test_one_graph_is_refused_and_leaves_all_generators_as_they_were(step: Calla
     seed_all(0)
     np.random.normal()  # one in store
     before = states()
-    with pytest.raises(CaptureError, match=r"draws from|seeds|bit_generator"):
+    with pytest.raises(CaptureError, match=r"draws from|seeds|bit_generator|for its seed or state"):
         ws.compile(step, backend="eager", fullgraph=True)(torch.ones(3))
     assert states() == before
 
