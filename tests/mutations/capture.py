@@ -94,4 +94,16 @@ CAPTURE_MUTATIONS = (
         new="            if False:",
         tests=(f"{ARRAYS}::test_a_tensor_has_what_was_there_when_it_was_read",),
     ),
+    Mutation(
+        name="tensors_stay_sequences",
+        what="behind a capture with ranks torch.tensor asks tensors of no dimensions for their length",
+        file="capture/scalars/tensor_indexing.py",
+        old="        for kind in _kinds(torch.Tensor) - sequences:",
+        new="        for kind in ():",
+        tests=(
+            "tests/unit/capture/scalars/test_tensor_indexing.py::test_a_tensor_is_no_sequence_meanwhile_and_afterwards",
+            "tests/unit/capture/tracing/process_groups/test_process_groups.py::"
+            "test_tensors_are_no_sequences_behind_a_capture_with_ranks",
+        ),
+    ),
 )

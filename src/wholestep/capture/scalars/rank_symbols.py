@@ -32,6 +32,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from wholestep.capture.python.code_owner import library_frame
 from wholestep.capture.scalars.host_scalars import HostValues
+from wholestep.capture.scalars.tensor_indexing import indexing_replaced
 from wholestep.ir import op_info
 from wholestep.ir.ops.collectives import BARRIER
 from wholestep.ir.program import Input, InputKind, MeshAxis
@@ -129,7 +130,7 @@ class RankSymbols:
         yield from self._mesh_patches()
         for name in ("__int__", "__index__", "__hash__", "__str__", "__format__"):
             yield patch.object(torch.SymInt, name, _plain_number(getattr(torch.SymInt, name), name, values))
-        yield patch.object(torch.Tensor, "__getitem__", _symbolic_index(torch.Tensor.__getitem__))
+        yield indexing_replaced(_symbolic_index(torch.Tensor.__getitem__))
 
     def _mesh_patches(self) -> Iterator[Any]:
         local, coordinate = DeviceMesh.get_local_rank, DeviceMesh.get_coordinate

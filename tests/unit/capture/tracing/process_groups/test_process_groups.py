@@ -61,6 +61,11 @@ def test_a_rank_in_the_arithmetic_is_an_input() -> None:
     assert "1, 0" not in source(program, comments=False).replace("select.int(arg0_1, 0, arg", "")
 
 
+def test_tensors_are_no_sequences_behind_a_capture_with_ranks() -> None:
+    captured(lambda x: x + x[dist.get_rank()])
+    assert torch.tensor([torch.zeros(()), torch.ones(())]).tolist() == [0.0, 1.0]
+
+
 def test_every_way_to_ask_for_a_rank_gives_an_input(groups: Groups) -> None:
     mesh = groups["mesh"]
     seen: list[Any] = []
