@@ -264,6 +264,31 @@ def test_what_is_written_through_another_tensor_on_its_memory_is_put_back(get: C
     assert compiled.launches >= 2 * (CALLS - 1)
 
 
+@pytest.mark.parametrize("way", ["itself", "part", "list"])
+def test_a_gradient_that_is_scaled_in_front_of_a_forward_is_scaled_once(way: str) -> None:
+    """Only its parameter leads to it, so nothing would put it back before the forward runs again."""
+
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> None:
+            model, opt = training.model, training.opt
+            model(x).mean().backward()
+            weight = model.first.weight
+            assert weight.grad is not None
+            if way == "list":
+                torch._foreach_mul_([weight.grad, model.last.weight.grad], 0.5)
+            else:
+                (weight.grad if way == "itself" else weight.grad.data[1:].view(-1)).mul_(0.5)
+            paired(model(x)).backward()
+            opt.step()
+            opt.zero_grad()
+
+        return step
+
+    compiled = Compiled()
+    train_both(make, compiled=compiled)
+    assert compiled.launches >= 2 * (CALLS - 1)
+
+
 def test_a_value_of_an_earlier_piece_that_a_forward_writes_to_is_put_back() -> None:
     def make(training: Training) -> Step:
         def step(x: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ class Observation:
     writes_to: tuple[Operand, ...]
     """All that the run knows on the memory of those."""
     writes_grads: bool
-    """Whether arguments have other gradients behind it."""
+    """Whether arguments have other gradients behind it, or what it has written to is on the memory of gradients."""
     frees: frozenset[Value]
     """Of a backward: the values that somebody holds and whose graph is freed behind it."""
     state: OptimizerSnapshot | None
@@ -86,7 +86,7 @@ def observe(
         drawn=tuple(observer.drawn), is_pointwise=observer.is_pointwise and optimizer is None, joined=joined,
         changes_kind=any(_kind(leaf) != kind and not _is_in(leaf, joined) for leaf, kind in kinds),
         written=written, writes_to=tensors.on_memory_of(written),
-        writes_grads=any(one.is_leaf and _grad(one) != was for one, was in grads),
+        writes_grads=any(one.is_leaf and _grad(one) != was for one, was in grads) or tensors.is_gradient(written),
         frees=freed_graphs(tensors.alive()) if function in BACKWARDS else frozenset(),
         state=None if optimizer is None else OptimizerSnapshot.of(optimizer),
     )  # fmt: skip

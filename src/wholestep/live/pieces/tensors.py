@@ -310,6 +310,15 @@ class TensorTable:
         values = [Operand(VALUE, *value) for value, one in self.alive().items() if is_on_it(one)]
         return (*values, *(Operand(EXTERNAL, index) for index, one in enumerate(self._alive) if is_on_it(one)))
 
+    def is_gradient(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether any of these is on the memory of a gradient of a tensor that the run knows."""
+        memory = {_storage(one) for one in tensors if is_plain(one)}
+        if not memory:
+            return False
+        leaves = (one for one in chain(self._alive, self.alive().values()) if one.is_leaf)
+        grads = (leaf.grad for leaf in leaves)
+        return any(grad is not None and is_plain(grad) and _storage(grad) in memory for grad in grads)
+
     # Tensors that are others at every call.
 
     def note_fresh(self, result: Any) -> None:

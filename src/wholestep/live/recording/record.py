@@ -127,7 +127,7 @@ class Record:
     writes_to: tuple[Operand, ...] = field(compare=False)
     """The values and tensors from outside on the memory of those leaves, as a parameter is of its ``data``."""
     writes_grads: bool = field(compare=False)
-    """Whether it has changed the gradients of its arguments, and is no backward."""
+    """Whether it has changed the gradients of its arguments or written to a gradient, and is no backward."""
     line: str = field(compare=False)
     """``train.py:12``, where the user's code made it."""
     frees: frozenset[Value] = field(default=frozenset(), compare=False)
