@@ -88,12 +88,12 @@ class OriginRecorder:
     def _enter_optimizer(self, opt: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """The arguments with another closure, if there is one: forward and backward are in it."""
         self._region = Region.OPTIMIZER
-        self.on_optimizer_step(opt)
         itself, *given = args
         if given and callable(given[0]):
             return (itself, self._closure(opt, given[0]), *given[1:]), kwargs
         if callable(kwargs.get("closure")):
             return args, {**kwargs, "closure": self._closure(opt, kwargs["closure"])}
+        self.on_optimizer_step(opt)
         return None
 
     def _closure(self, opt: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -110,6 +110,7 @@ class OriginRecorder:
         return run
 
     def _leave_optimizer(self, opt: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.on_optimizer_step(opt)  # its step may not have called the closure
         self._region = Region.OTHER
 
     def _tag(self, node: fx.Node) -> None:

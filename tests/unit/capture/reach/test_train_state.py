@@ -288,6 +288,22 @@ def uses_another_later(model: nn.Linear, opt: torch.optim.Optimizer) -> Callable
     return step
 
 
+def test_a_closure_that_clears_gradients_from_before_and_makes_none_leaves_no_state() -> None:
+    model = nn.Linear(4, 2)
+    opt = adam(model)
+    model.weight.grad = torch.ones_like(model.weight)
+
+    def step(x: Tensor) -> Any:
+        def closure() -> Tensor:
+            opt.zero_grad()
+            return model(x).mean()
+
+        return opt.step(closure)
+
+    ws.compile(step, backend="eager", fullgraph=True)(X)
+    assert not opt.state
+
+
 @pytest.mark.parametrize("may_go_live", [True])
 @pytest.mark.parametrize("make", [closures, uses_one, uses_another_later])
 @pytest.mark.parametrize("kind", [adam, lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)])
