@@ -70,7 +70,8 @@ ANYWHERE: Rules = {
     ),
     "result": (
         "None", "<number>", "<tensor>", "(<number>, <tensor>)", "{'<word>': <number>, 'x': x}", "history[-1:]",
-        "dict(table)", "average", "(average, average)", "[x, x]", "model.seen",
+        "dict(table)", "average", "(average, average)", "[x, x]", "model.seen", "model.last.weight.detach()[1]",
+        "(model.last.weight, shadow[0][:2].t(), <tensor>)", "dict(bias=model.last.bias.data, x=x[:1])",
     ),
 }  # fmt: skip
 

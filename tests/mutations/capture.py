@@ -106,4 +106,33 @@ CAPTURE_MUTATIONS = (
             "test_tensors_are_no_sequences_behind_a_capture_with_ranks",
         ),
     ),
+    Mutation(
+        name="views_of_state_are_copies",
+        what="a result that is a view of a parameter does not show what later calls write",
+        file="capture/reach/traced_inputs.py",
+        old="            if (view := next(filter(None, views), None)) is not None:",
+        new="            if (view := None) is not None:",
+        tests=("tests/unit/capture/reach/test_state_views.py::test_a_view_of_state_shows_what_is_written_later",),
+    ),
+    Mutation(
+        name="tensors_on_arrays_are_copies",
+        what="a graph returns a copy of an array where eager code returns a tensor on its memory",
+        file="capture/functionalize/alias_checks.py",
+        old="        if isinstance(held, torch.Tensor) and not held.untyped_storage().resizable():",
+        new="        if False:",
+        tests=(
+            "tests/unit/capture/reach/test_state_views.py::test_a_tensor_on_an_array_shows_what_is_written_to_the_array",
+        ),
+    ),
+    Mutation(
+        name="state_of_a_closure_without_gradients",
+        what="gradients that a closure clears count as those that its optimizer steps with",
+        file="capture/python/node_origin.py",
+        old="        itself, *given = args\n",
+        new="        self.on_optimizer_step(opt)\n        itself, *given = args\n",
+        tests=(
+            "tests/unit/capture/reach/test_train_state.py::"
+            "test_a_closure_that_clears_gradients_from_before_and_makes_none_leaves_no_state",
+        ),
+    ),
 )

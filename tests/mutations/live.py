@@ -461,4 +461,12 @@ LIVE_MUTATIONS = (
             "tests/unit/live/test_speculation.py::test_what_an_earlier_forward_gave_is_there_when_python_goes_another_way",
         ),
     ),
+    Mutation(
+        name="gradients_scaled_twice",
+        what="a forward that runs again scales gradients again that only their parameter leads to",
+        file="live/pieces/observation.py",
+        old=" or tensors.is_gradient(written),",
+        new=",",
+        tests=("tests/unit/live/test_forward.py::test_a_gradient_that_is_scaled_in_front_of_a_forward_is_scaled_once",),
+    ),
 )

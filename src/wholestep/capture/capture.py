@@ -34,7 +34,7 @@ from wholestep.capture.bind.captured import (
 )
 from wholestep.capture.effects.optimizer_effects import OptimizerEffects
 from wholestep.capture.effects.side_effects import SideEffects
-from wholestep.capture.functionalize.alias_checks import check_writes
+from wholestep.capture.functionalize.alias_checks import check_results, check_writes
 from wholestep.capture.functionalize.functionalize import functionalize
 from wholestep.capture.guards.environment import environment_read
 from wholestep.capture.guards.state_guards import looks_for_nan
@@ -230,6 +230,7 @@ class _Attempt:
     def _functional(self, trace: Trace, environment: Mapping[str, str]) -> tuple[Program, BindingSpec]:
         _log_foreign(trace.foreign)
         check_writes(trace.module.graph, trace.labels)
+        check_results(trace.module, len(trace.recorded.results))
         emit_promises(trace.module.graph, trace.sizes)
         functional = functionalize(trace.module, trace.fakes, trace.mode, trace.known, trace.recorded.numbers)
         functional.writes = trace.storages.exit_writes(functional.writes)

@@ -28,6 +28,7 @@ from wholestep.capture.reach.traced_inputs import (
     InputSource,
     RankSource,
     StateSource,
+    StateView,
 )
 from wholestep.capture.scalars.rank_symbols import ranks
 from wholestep.capture.sizes.size_symbols import SizeEnv
@@ -139,12 +140,17 @@ class _Live:
             spec=spec.result_spec,
             leaves=tuple(map(self._leaf_value, spec.leaves)),
             outputs=(*outputs, *((leaf, number - len(returned)) for number, leaf in enumerate(returned))),
+            views=tuple(
+                (leaf, one, self._slots[one.slot].tensor)
+                for leaf, one in enumerate(spec.leaves)
+                if isinstance(one, StateView)
+            ),
         )
 
     def _leaf_value(self, leaf: Any) -> Any:
         """A leaf of the result, if it is the same in every call; else None."""
         if not isinstance(leaf, StateRef):
-            return leaf
+            return None if isinstance(leaf, StateView) else leaf
         slot = self._slots[leaf.slot]
         found: torch.Tensor | None = None if slot.kind is InputKind.GRAD else slot.tensor
         return found

@@ -101,7 +101,7 @@ class BindingSpec:
     result_spec: tree_util.TreeSpec
     """Of what the step returns."""
     leaves: tuple[Any, ...]
-    """Leaves of the result: `StateRef`, or a value; None where an output fills it."""
+    """Leaves of the result: `StateRef`, `StateView`, or a value; None where an output fills it."""
     stepped_optimizers: tuple[int, ...]
     """Those that the step steps, by number: schedulers look at that before they warn."""
     reads: TraceReads

@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from wholestep.capture.python import tree_util
+from wholestep.capture.reach.traced_inputs import StateView
 
 Holder = Callable[[], dict[Any, Any]]
 """Gives the dict in which an optimizer keeps something, which it may replace between calls."""
@@ -97,6 +98,8 @@ class BuildResult:
     """The same in every call; None where an output stands."""
     outputs: tuple[tuple[int, int], ...]
     """(leaf, output) pairs."""
+    views: tuple[tuple[int, StateView, torch.Tensor], ...] = ()
+    """Leaves that are views of state, each with the tensor of the state."""
 
     @property
     def is_first_output(self) -> bool:
@@ -108,4 +111,6 @@ class BuildResult:
         leaves = list(self.leaves)
         for leaf, output in self.outputs:
             leaves[leaf] = call.outputs[output]
+        for leaf, view, tensor in self.views:
+            leaves[leaf] = view.of(tensor)
         call.result = tree_util.unflatten(leaves, self.spec)

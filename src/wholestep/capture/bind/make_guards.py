@@ -23,6 +23,7 @@ from wholestep.capture.reach.traced_inputs import (
     HyperparameterSource,
     RankSource,
     StateSource,
+    StateView,
 )
 from wholestep.capture.reach.train_state import Slot, TrainState
 from wholestep.capture.scalars.rank_symbols import ranks
@@ -53,8 +54,8 @@ def make_guards(spec: BindingSpec, context: StepContext, sizes: SizeEnv | None =
 
 
 def _state_slots(spec: BindingSpec, state: TrainState) -> list[Slot]:
-    """The tensors whose layout a trace depends on: every parameter first, then what else the graph reads."""
-    kept = sorted(one.slot for one in spec.inputs if isinstance(one, StateSource))
+    """The tensors whose layout a trace depends on: every parameter first, then what else the step reads or shows."""
+    kept = sorted({one.slot for one in (*spec.inputs, *spec.leaves) if isinstance(one, (StateSource, StateView))})
     read = [state.slots[number] for number in kept]
     params = [slot for slot in state.slots if slot.kind is InputKind.PARAM]
     return [*params, *(slot for slot in read if slot.kind is not InputKind.PARAM)]

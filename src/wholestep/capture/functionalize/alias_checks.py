@@ -92,6 +92,25 @@ def _check_inputs(graph: fx.Graph, placeholders: Sequence[fx.Node], names: Seque
             roots[node] = shared
 
 
+def check_results(module: fx.GraphModule, count: int) -> None:
+    """Raises CaptureError for a result, one of the first `count`, on the memory of an array: a graph gives a copy."""
+    on_arrays: set[int] = set()
+    for node in module.graph.find_nodes(op="get_attr"):
+        held = getattr(module, node.target)
+        if isinstance(held, torch.Tensor) and not held.untyped_storage().resizable():
+            copies = (user for user in node.users if user.target is torch.ops.aten.lift_fresh_copy.default)
+            on_arrays |= {node_meta.tensor(one).untyped_storage()._cdata for one in copies}
+    results: tuple[object, ...] = module.graph.output_node().args[0][:count]  # type: ignore[index, assignment]
+    for node in results if on_arrays else ():
+        if isinstance(node, fx.Node) and any(
+            one.untyped_storage()._cdata in on_arrays for one in node_meta.tensors(node)
+        ):
+            raise CaptureError(
+                "The step returns a tensor on the memory of an array (torch.from_numpy, torch.as_tensor), which shows "
+                "what is written to the array later. A graph would give a copy. Return it cloned, or the array."
+            )
+
+
 class _Use(NamedTuple):
     """One tensor among the arguments of a call."""
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from wholestep.capture.reach.train_state import TrainState
 from wholestep.capture.scalars.hyperparameters import Hyperparameter
+from wholestep.ir.dtensor.shards import is_dtensor
 from wholestep.ir.program import InputKind
 
 
@@ -51,6 +54,21 @@ class RankSource:
     number: int
 
 
+@dataclass(frozen=True, slots=True)
+class StateView:
+    """A view of a parameter or a buffer that the step returns: it shows what later calls write there."""
+
+    slot: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    """In elements, from where the tensor of the slot begins."""
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The view, of the tensor in the slot. It has no graph, as all that a captured step returns."""
+        return tensor.detach().as_strided(self.shape, self.stride, int(tensor.storage_offset()) + self.offset)
+
+
 InputSource = StateSource | EntryGradSource | HyperparameterSource | ArgumentSource | RankSource
 
 
@@ -85,3 +103,40 @@ def traced_inputs(
     rows += [TracedInput(HyperparameterSource(n), InputKind.HYPER, h.name, h.box) for n, h in enumerate(hypers)]
     rows += [TracedInput(ArgumentSource(n), InputKind.USER, f"args.{n}", one) for n, one in enumerate(arguments)]
     return rows
+
+
+def shown_state(state: TrainState) -> dict[int, torch.Tensor]:
+    """By slot the parameters and buffers of which a result may be a view. (A shard has no whole one to show.)"""
+    kinds = (InputKind.PARAM, InputKind.BUFFER)
+    slots = ((number, slot) for number, slot in enumerate(state.slots) if slot.kind in kinds)
+    return {n: slot.tensor for n, slot in slots if slot.tensor.layout is torch.strided and not is_dtensor(slot.tensor)}
+
+
+def state_views(leaves: Sequence[Any], shown: dict[int, torch.Tensor]) -> dict[int, StateView]:
+    """The leaves of a traced result, by place, that are views of those tensors. All of them are fake tensors now."""
+    slots: dict[int, list[int]] = {}
+    for slot, tensor in shown.items():
+        slots.setdefault(tensor.untyped_storage()._cdata, []).append(slot)
+    known, found = {id(tensor) for tensor in shown.values()}, dict[int, StateView]()
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, FakeTensor) and leaf.layout is torch.strided and id(leaf) not in known:
+            views = (_view(leaf, slot, shown[slot]) for slot in slots.get(leaf.untyped_storage()._cdata, ()))
+            if (view := next(filter(None, views), None)) is not None:
+                found[place] = view
+    return found
+
+
+def _view(leaf: torch.Tensor, slot: int, tensor: torch.Tensor) -> StateView | None:
+    """A tensor as a view of another one on its memory; None if it shows more than that, or as another type."""
+    sizes = (*leaf.shape, *leaf.stride(), leaf.storage_offset(), *tensor.shape)
+    if leaf.dtype != tensor.dtype or leaf.is_conj() or leaf.is_neg() or not all(type(one) is int for one in sizes):
+        return None
+    offset = int(leaf.storage_offset()) - int(tensor.storage_offset())
+    if offset < 0 or offset + _reach(leaf) > _reach(tensor):
+        return None
+    return StateView(slot, tuple(leaf.shape), leaf.stride(), offset)
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """How far its last element is from its first, in elements."""
+    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size)

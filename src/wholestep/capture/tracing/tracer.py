@@ -22,7 +22,7 @@ from wholestep.capture.python import tree_util, user_frame
 from wholestep.capture.python.attribute_access import AttributesFound
 from wholestep.capture.python.code_lines import writer_of
 from wholestep.capture.reach.step_context import StepContext
-from wholestep.capture.reach.traced_inputs import InputSource, RankSource, TracedInput
+from wholestep.capture.reach.traced_inputs import InputSource, RankSource, TracedInput, shown_state, state_views
 from wholestep.capture.reach.train_state import Address
 from wholestep.capture.scalars.host_scalars import HostValues, predicate_graph
 from wholestep.capture.scalars.math_functions import refuse_predicates
@@ -47,7 +47,7 @@ class _Recorded:
 
     result_spec: tree_util.TreeSpec
     results: list[Any]
-    """Leaves of the step's result that are no tensors, in place; tensors and numbers of the graph are None."""
+    """Leaves of the step's result that no graph gives, in place; tensors and numbers of the graph are None."""
     grads: list[int]
     """Slots of the parameters that have a new ``.grad`` at the end, in the order of the graph's results."""
     kept_grads: set[int]
@@ -110,6 +110,7 @@ class Tracer:
         self._arguments: ArgumentWrites | None = None
         self._rows = context.traced_inputs()
         self._reals, self._labels = [row.tensor for row in self._rows], [row.label for row in self._rows]
+        self._shown = shown_state(context.state)
         self._recorders = make_recorders(context)
         self._outside: list[tuple[str, torch.Tensor]] = []
         """Leaves behind inputs that were computed outside of the step, each with what errors call the input."""
@@ -256,6 +257,8 @@ class Tracer:
         check_places(self._reals, places, self._labels)
         flags.check()
         traced = (torch.Tensor, torch.SymFloat, torch.SymInt, torch.SymBool)
+        views = state_views(leaves, self._shown)
+        leaves = [views.get(place, leaf) for place, leaf in enumerate(leaves)]
         held = [not isinstance(leaf, traced) or id(leaf) in self._state.index for leaf in leaves]
         outputs: list[Any] = [None if is_held else leaf for leaf, is_held in zip(leaves, held, strict=True)]
         new_grads, kept_grads = self._gradients()
