@@ -469,4 +469,15 @@ LIVE_MUTATIONS = (
         new=",",
         tests=("tests/unit/live/test_forward.py::test_a_gradient_that_is_scaled_in_front_of_a_forward_is_scaled_once",),
     ),
+    Mutation(
+        name="arrays_left_on_old_memory",
+        what="an array of an output no longer sees it once the forward has run again to give it its graph",
+        file="live/pieces/pending_calls.py",
+        old="            tensor.data = on_memory\n",
+        new="            pass\n",
+        tests=(
+            "tests/unit/live/test_graphs_and_reads.py::"
+            "test_an_array_of_a_forward_that_gets_its_graph_back_stays_on_its_memory",
+        ),
+    ),
 )

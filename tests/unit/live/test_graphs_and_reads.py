@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -359,3 +360,25 @@ def test_an_output_that_retains_its_gradient_behind_a_read() -> None:
         return step
 
     train_by_stages(make)
+
+
+@pytest.mark.parametrize("kept", ["array", "part"])
+def test_an_array_of_a_forward_that_gets_its_graph_back_stays_on_its_memory(kept: str) -> None:
+    """It is made before Python goes another way, where the forward runs once more."""
+
+    def make(training: Training) -> Step:
+        calls = itertools.count()
+
+        def step(x: Tensor) -> Tensor:
+            out = training.model(x)
+            loss = (out * 3.0).sin().mean()
+            seen: Any = out.detach()[1:].numpy() if kept == "part" else out.detach().numpy()
+            training.notes.append(seen.copy())
+            if next(calls) % 3 == 1:
+                out.detach()[1].mul_(2.0)
+            training.notes.append(str(seen))
+            return training.update(loss)
+
+        return step
+
+    train_both(make, calls=9)

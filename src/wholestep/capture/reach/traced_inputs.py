@@ -6,7 +6,7 @@ Behind them a trace has the numbers of this rank in its groups.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +56,7 @@ class RankSource:
 
 @dataclass(frozen=True, slots=True)
 class StateView:
-    """A view of a parameter or a buffer that the step returns: it shows what later calls write there."""
+    """A view of a tensor of the state that the step returns: it shows what later calls write there."""
 
     slot: int
     shape: tuple[int, ...]
@@ -105,11 +105,17 @@ def traced_inputs(
     return rows
 
 
-def shown_state(state: TrainState) -> dict[int, torch.Tensor]:
-    """By slot the parameters and buffers of which a result may be a view. (A shard has no whole one to show.)"""
-    kinds = (InputKind.PARAM, InputKind.BUFFER)
-    slots = ((number, slot) for number, slot in enumerate(state.slots) if slot.kind in kinds)
-    return {n: slot.tensor for n, slot in slots if slot.tensor.layout is torch.strided and not is_dtensor(slot.tensor)}
+def shown_state(state: TrainState, boxes: Collection[int]) -> dict[int, torch.Tensor]:
+    """By slot the tensors of which a result may be a view. `boxes`: ids of those that are ours, and hold numbers.
+
+    A gradient may be another one behind the call, and a shard has no whole tensor to show.
+    """
+    slots = ((n, slot.tensor) for n, slot in enumerate(state.slots) if slot.kind is not InputKind.GRAD)
+    return {
+        number: tensor
+        for number, tensor in slots
+        if tensor.layout is torch.strided and not is_dtensor(tensor) and id(tensor) not in boxes
+    }
 
 
 def state_views(leaves: Sequence[Any], shown: dict[int, torch.Tensor]) -> dict[int, StateView]:

@@ -110,7 +110,7 @@ class Tracer:
         self._arguments: ArgumentWrites | None = None
         self._rows = context.traced_inputs()
         self._reals, self._labels = [row.tensor for row in self._rows], [row.label for row in self._rows]
-        self._shown = shown_state(context.state)
+        self._shown = shown_state(context.state, {id(one.box) for one in context.varying.numbers})
         self._recorders = make_recorders(context)
         self._outside: list[tuple[str, torch.Tensor]] = []
         """Leaves behind inputs that were computed outside of the step, each with what errors call the input."""

@@ -313,9 +313,12 @@ class PendingCalls(RecordedCalls, ABC):
         is_needed = any(one.requires_grad and value not in path.freed[position] for value, one in alive.items())
         if not is_needed and self._started == len(self.records):
             return {}
+        exposed = [(one, one.detach()) for one in alive.values() if self.tensors.is_exposed(one)]
         states = before.put_back()
         results: dict[Value, torch.Tensor] = {}
         self.replay_all(range(since, self._started), alive, results)
+        for tensor, on_memory in exposed:  # of an array, which goes on to see what is written there
+            tensor.data = on_memory
         for generator, state in states:
             generator.set_state(state)
         return results

@@ -25,6 +25,8 @@ class Model(nn.Module):
         self.weight = nn.Parameter(self.flat[4:12].view(2, 4))
         self.norm, self.last = nn.BatchNorm1d(2), nn.Linear(2, 3)
         self.array = np.full(3, 0.5, np.float32)
+        self.averages = [torch.zeros(3)]
+        self.opt = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.last(self.norm(x @ self.weight.t()))
@@ -49,6 +51,8 @@ VIEWS: dict[str, Results] = {
         "sum": model.last.weight.detach().sum(),
         "all": [model.flat],
     },
+    "average": lambda model: model.averages[0][1:],
+    "momentum": lambda model: model.opt.state[model.last.weight]["momentum_buffer"][2],
     "parameter": lambda model: nn.Parameter(model.last.weight.detach()[0]),
 }
 ARRAYS: dict[str, Results] = {
@@ -61,11 +65,12 @@ X = torch.linspace(-1.0, 2.0, 24).view(6, 4)
 def make(get: Results, *, at_first: bool, **options: Any) -> tuple[Model, Callable[[Tensor], Any]]:
     torch.manual_seed(0)
     model = Model()
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward_and_step(model(X).square().mean(), model.opt)  # there is momentum
 
     def step(x: Tensor) -> Any:
         early = get(model) if at_first else None
-        backward_and_step(model(x).square().mean(), opt)
+        backward_and_step(model(x).square().mean(), model.opt)
+        model.averages[0].lerp_(model.last.bias.detach(), 0.5)
         return early if at_first else get(model)
 
     return model, ws.compile(step, **options) if options else step
