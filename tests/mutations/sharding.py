@@ -166,4 +166,15 @@ SHARDING_MUTATIONS = (
         new="                pass",
         tests=(f"{POOL}::test_no_workspace_stays_in_a_pool",),
     ),
+    Mutation(
+        name="gathers_cut_elsewhere",
+        what="ZeRO gathers updated parameters in other buckets than their gradients came in, and twice as many",
+        file="passes/comm/gather_buckets.py",
+        old="sorted(starts, key=lambda node: (at_us[node], last[node]))",
+        new="sorted(starts, key=at_us.__getitem__)",
+        tests=(
+            "tests/ranks/sharding/test_trainings.py::"
+            "test_updated_parameters_are_gathered_in_the_buckets_of_their_gradients",
+        ),
+    ),
 )

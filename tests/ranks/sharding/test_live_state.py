@@ -11,10 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import wholestep as ws
@@ -69,58 +67,6 @@ def batch(size: LanguageModelSize, call: int) -> tuple[Tensor, Tensor]:
 def collectives(step: ws.CompiledStep) -> dict[str, int]:
     nodes = [node for node in step.program().graph.nodes if op_info.is_collective(node)]
     return dict(Counter(str(node.target).split(".")[1].rstrip("_") for node in nodes))
-
-
-def close(want: Tensor, came: Tensor) -> bool:
-    """Sums over ranks have another order, and AdamW divides by roots of small numbers."""
-    eps = 2**5 * torch.finfo(want.dtype).eps
-    return torch.allclose(want, came, rtol=eps, atol=eps)
-
-
-def against_ddp(size: str, optimizer: str, strategy: Strategy, mesh: bool) -> tuple[list[str], dict[str, int]]:
-    """Five steps; what differs from eager DistributedDataParallel, and the collectives of the graph."""
-    over = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")) if mesh else None
-    model, opt = training(SIZES[size], optimizer)
-    step = ws.compile(train_step, strategy=strategy, mesh=over, backend="eager", fullgraph=True)
-    reference, reference_opt = training(SIZES[size], optimizer)
-    wrapped = DistributedDataParallel(reference)
-    faults = []
-    for call in range(5):
-        given = batch(SIZES[size], call)
-        if not close(train_step(wrapped, reference_opt, *given), step(model, opt, *given)):
-            faults.append(f"loss of call {call}")
-    for (name, want), came in zip(reference.named_parameters(), model.parameters(), strict=True):
-        if not close(want.detach(), whole(came)):
-            faults.append(name)
-        for key, held in reference_opt.state[want].items():
-            if not close(held, whole(opt.state[came][key])):
-                faults.append(f"{key} of {name}")
-    if step.cache_info().traces != 1:
-        faults.append(f"{step.cache_info().traces} traces")
-    return faults + [str(one) for one in step.program().fallbacks], collectives(step)
-
-
-STRATEGIES = (ws.FSDP(reshard_after_forward=True), ws.FSDP(), ws.ZeRO())
-COMBINATIONS = [
-    (size, optimizer, strategy)
-    for size_number, size in enumerate(SIZES)
-    for number, optimizer in enumerate(OPTIMIZERS)
-    for place, strategy in enumerate(STRATEGIES)
-    if (number + place + size_number) % 3 != 0  # two optimizers under each strategy, others in the other size
-]
-
-
-@pytest.mark.parametrize(("size", "optimizer", "strategy"), COMBINATIONS)
-def test_equals_eager_ddp_on_two_ranks(pool2: Any, size: str, optimizer: str, strategy: Strategy) -> None:
-    for faults, _ in pool2.run(against_ddp, size, optimizer, strategy, False):
-        assert faults == []
-
-
-@pytest.mark.parametrize("strategy", [ws.FSDP(), ws.ZeRO(stage=2)], ids=repr)
-def test_parts_are_equal_over_the_first_axis_of_two(pool4: Any, strategy: Strategy) -> None:
-    for faults, found in pool4.run(against_ddp, "uneven", "fused", strategy, True):
-        assert faults == []
-        assert found["all_reduce"] >= 2  # of gradients over the replicas, and of the norm
 
 
 def held_between_calls(strategy: Strategy) -> tuple[list[str], list[str], list[tuple[int, ...]]]:

@@ -43,6 +43,10 @@ class _Gathers:
     has_uses: bool
 
 
+_NONE = (-1, -1)
+"""Of a parameter without a reduction."""
+
+
 def bucket_gathers(
     program: Program, *, cost: CostModel, bucket_bytes: int | None = None, choose: Choose = choose_locally
 ) -> Program:
@@ -75,14 +79,15 @@ def _in_order(program: Program, phase: str, starts: list[fx.Node], cost: CostMod
     has_uses = phase in node_meta.COMPUTING_PHASES
     at_us, end_us = _times_us(program, starts, cost, has_uses=has_uses)
     levels, reductions = _levels(program.graph), _reductions(program) if not has_uses else {}
-    ordered = starts[::-1] if has_uses else sorted(starts, key=at_us.__getitem__)
+    last = {node: max((reductions.get(name, _NONE) for name in _members(node)), default=_NONE) for node in starts}
+    # In the order of its reduction, so that buckets of the same size are full behind the same parameters.
+    ordered = starts[::-1] if has_uses else sorted(starts, key=lambda node: (at_us[node], last[node]))
     return _Gathers(
         starts=ordered, sizes_bytes=[node_meta.num_bytes(node) for node in ordered],
         keys=[
             (
                 node_meta.tensor(node).dtype, node_meta.tensor(node).device, node.args[1:], levels[node],
-                # One that waits for a later reduction would keep the others waiting.
-                max((reductions.get(name, -1) for name in _members(node)), default=-1),
+                last[node][0],  # one that waits for a later reduction would keep the others waiting
             )
             for node in ordered
         ],
@@ -91,11 +96,11 @@ def _in_order(program: Program, phase: str, starts: list[fx.Node], cost: CostMod
     )  # fmt: skip
 
 
-def _reductions(program: Program) -> dict[str, int]:
-    """The number of the reduction that brings the gradient of each parameter."""
+def _reductions(program: Program) -> dict[str, tuple[int, int]]:
+    """The number of the reduction that brings the gradient of each parameter, and the parameter's place in it."""
     starts = [node for node in program.graph.nodes if op_info.is_collective(node)]
-    brings = filter(node_meta.brings_gradients, starts)
-    return {name: number for number, node in enumerate(brings) for name in _members(node)}
+    brings = enumerate(filter(node_meta.brings_gradients, starts))
+    return {name: (number, place) for number, node in brings for place, name in enumerate(_members(node))}
 
 
 def _levels(graph: fx.Graph) -> dict[fx.Node, tuple[int, int]]:

@@ -1,0 +1,1 @@
+"""Small trainings under every sharded strategy, against eager DistributedDataParallel. No timings."""
