@@ -124,7 +124,7 @@ SHARDING_MUTATIONS = (
         file="runtime/sharding/shard_values.py",
         old="mesh.get_local_rank(mesh.ndim - 1)",
         new="mesh.get_local_rank(0)",
-        tests=(f"{STATE}::test_parts_are_equal_over_the_first_axis_of_two",),
+        tests=("tests/ranks/sharding/test_trainings.py::test_optimizer_state_is_cut_over_the_last_axis_of_two",),
     ),
     Mutation(
         name="old_state_left_whole",

@@ -86,3 +86,14 @@ def test_what_travels_in_one_bucket(request: pytest.FixtureRequest, way: str, cl
 def test_updated_parameters_are_gathered_in_the_buckets_of_their_gradients(pool2: Any, way: str) -> None:
     found: Outcome = pool2.run(run, Cell(way, "GPT", "SGD", clips=False, accumulates=False))[0]
     assert found.kinds["all_gather"] == found.kinds["reduce_scatter"] > 4
+
+
+ZERO = {1: ws.ZeRO(), 2: ws.ZeRO(stage=2)}
+
+
+@pytest.mark.parametrize("stage", ZERO)
+def test_optimizer_state_is_cut_over_the_last_axis_of_two(pool4: Any, stage: int) -> None:
+    cell = Cell(f"ZeRO-{stage}", "uneven sizes", "fused AdamW", clips=True, accumulates=False)
+    for found in pool4.run(in_one_bucket, cell, ZERO[stage]):
+        assert found.faults == ()
+        assert found.kinds["all_reduce"] == 2  # of gradients over the replicas, and of the norm
