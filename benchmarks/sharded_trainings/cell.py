@@ -132,8 +132,9 @@ def outcome(cell: Cell, strategy: Strategy, mesh: DeviceMesh | None) -> Outcome:
     compared |= _state(reference, reference_opt, model, opt)
     faults = [name for name, (want, came) in compared.items() if not _is_close(want, came)]
     faults += [str(one) for one in step.program().fallbacks]
-    if step.cache_info().traces != 1:
-        faults.append(f"{step.cache_info().traces} traces")
+    info = step.cache_info()
+    if info.traces + info.loaded != 1:
+        faults.append(f"traced {info.traces} times, and loaded {info.loaded} times")
     nodes = filter(op_info.is_collective, step.program().graph.nodes)
     return Outcome(
         tuple(faults), all(itertools.starmap(torch.equal, compared.values())),
