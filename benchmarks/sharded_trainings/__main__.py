@@ -30,21 +30,25 @@ _TIMEOUT_S = 300.0
 
 
 def outcomes(cells: list[Cell]) -> dict[Cell, Outcome]:
-    """Of each training, as rank 0 has it, with the faults of all ranks. Errors are faults."""
+    """Of each training, as rank 0 has it, with the faults of all ranks. Errors are faults; new processes go on."""
     found: dict[Cell, Outcome] = {}
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("trainings", total=len(cells))
         for way in WAYS:
-            of_way = [cell for cell in cells if cell.way == way]
-            if not of_way:
-                continue
-            begin = functools.partial(enter, "gloo", _TIMEOUT_S)
-            workers = Workers(WAYS[way].num_ranks, begin, close_current)
-            for cell in of_way:
+            workers = None
+            for cell in (one for one in cells if one.way == way):
                 progress.update(task, description=str(cell))
-                found[cell] = _outcome(workers, cell)
+                if workers is None:
+                    workers = Workers(WAYS[way].num_ranks, functools.partial(enter, "gloo", _TIMEOUT_S), close_current)
+                try:
+                    found[cell] = _outcome(workers, cell)
+                except Exception as error:  # whatever a rank raised, or that one has gone
+                    found[cell] = Outcome((f"{type(error).__name__}: {error}",), False, {})
+                    workers.close(orderly=False)
+                    workers = None
                 progress.advance(task)
-            workers.close()
+            if workers is not None:
+                workers.close()
     return found
 
 
