@@ -1,6 +1,6 @@
 """Small trainings under every sharded strategy, against eager DistributedDataParallel on the same data.
 
-    python -m benchmarks.sharded_trainings                       # all 420, half an hour on two cores
+    python -m benchmarks.sharded_trainings                       # all 420, some seconds each
     python -m benchmarks.sharded_trainings --only "HSDP" BERT    # those whose name has all of these words
     python -m benchmarks.sharded_trainings --every 7 --json
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,11 +33,9 @@ SIZES = {"even": EVEN, "uneven": UNEVEN}
 NUM_PARAMETERS = 29
 """Of the model of two layers."""
 
-OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-    "foreach": lambda params: torch.optim.AdamW(params, lr=1e-3, foreach=True),
-    "fused": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
-}
+
+def adamw(params: Any) -> Optimizer:
+    return torch.optim.AdamW(params, lr=1e-3, foreach=True)
 
 
 def train_step(model: Any, opt: Optimizer, x: Tensor, y: Tensor) -> Tensor:
@@ -50,10 +47,10 @@ def train_step(model: Any, opt: Optimizer, x: Tensor, y: Tensor) -> Tensor:
     return loss.detach()
 
 
-def training(size: LanguageModelSize, optimizer: str) -> tuple[nn.Module, Optimizer]:
+def training(size: LanguageModelSize) -> tuple[nn.Module, Optimizer]:
     torch.manual_seed(0)
     model = build(size, torch.device("cpu"))
-    return model, OPTIMIZERS[optimizer](model.parameters())
+    return model, adamw(model.parameters())
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -71,7 +68,7 @@ def collectives(step: ws.CompiledStep) -> dict[str, int]:
 
 def held_between_calls(strategy: Strategy) -> tuple[list[str], list[str], list[tuple[int, ...]]]:
     """Types of the parameters and of the optimizer's state, and shapes of what this rank holds of the latter."""
-    model, opt = training(UNEVEN, "foreach")
+    model, opt = training(UNEVEN)
     step = ws.compile(train_step, strategy=strategy, backend="eager", fullgraph=True)
     step(model, opt, *batch(UNEVEN, 0))
     held = [opt.state[param]["exp_avg"] for param in model.parameters()]
@@ -92,7 +89,7 @@ def test_what_each_strategy_cuts(pool2: Any) -> None:
 def texts_and_guards() -> tuple[bool, bool]:
     """Whether a sharded model is captured as the plain one, and whether its state has a native guard."""
     world, given = ws.init(), batch(EVEN, 0)
-    model, opt = training(EVEN, "foreach")
+    model, opt = training(EVEN)
     plain = capture(train_step, (model, opt, *given), {})
     LiveSharding(train_step)((model, opt, *given), {}, ws.FSDP(), world.mesh, data_axes(world, None))  # type: ignore[arg-type]
     sharded = capture(train_step, (model, opt, *given), {})
@@ -113,11 +110,11 @@ POLICIES = {
 
 def mixed(name: str) -> tuple[float, set[torch.dtype], set[torch.dtype]]:
     """Steps under a policy of types, beside eager fully_shard: what differs most, and what is gathered and reduced."""
-    model, opt = training(UNEVEN, "foreach")
-    other, _ = training(UNEVEN, "foreach")
+    model, opt = training(UNEVEN)
+    other, _ = training(UNEVEN)
     for unit in (*other.blocks, other):  # type: ignore[union-attr]
         fully_shard(unit, mesh=ws.init().mesh, mp_policy=POLICIES[name])
-    other_opt = OPTIMIZERS["foreach"](other.parameters())
+    other_opt = adamw(other.parameters())
     step = ws.compile(train_step, strategy=ws.FSDP(mp_policy=POLICIES[name]), backend="eager", fullgraph=True)
     differences = []
     for call in range(4):
@@ -149,11 +146,11 @@ def test_types_of_a_policy_are_those_of_fully_shard(
 
 def by_turns(size: str) -> tuple[float, int]:
     """Compiled and eager steps, evaluation and checkpoints by turns, beside eager fully_shard. What differs most."""
-    model, opt = training(SIZES[size], "foreach")
-    other, _ = training(SIZES[size], "foreach")
+    model, opt = training(SIZES[size])
+    other, _ = training(SIZES[size])
     for unit in (*other.blocks, other):  # type: ignore[union-attr]
         fully_shard(unit, mesh=ws.init().mesh, reshard_after_forward=True)
-    other_opt = OPTIMIZERS["foreach"](other.parameters())
+    other_opt = adamw(other.parameters())
     step = ws.compile(train_step, strategy=ws.FSDP(), backend="eager", fullgraph=True)
     differences = []
     for call in range(6):
@@ -174,7 +171,7 @@ def test_eager_steps_evaluation_and_checkpoints_between_calls(pool2: Any, size: 
 
 def references() -> tuple[bool, bool, str]:
     """What holds parameters besides the model, behind the first call."""
-    model, opt = training(EVEN, "foreach")
+    model, opt = training(EVEN)
     listed = list(model.parameters())
     kept = (listed[0],)  # no one can put something else into a tuple
     outside = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -204,7 +201,7 @@ def test_whoever_holds_a_parameter_holds_the_sharded_one(pool2: Any) -> None:
 
 
 def counted(strategy: Strategy) -> dict[str, int]:
-    model, opt = training(EVEN, "foreach")
+    model, opt = training(EVEN)
     step = ws.compile(train_step, strategy=strategy, backend="eager", fullgraph=True)
     step(model, opt, *batch(EVEN, 0))
     return collectives(step)
@@ -216,7 +213,7 @@ def test_ranks_have_one_plan_and_no_rank_number(pool2: Any) -> None:
 
 
 def plan_of(strategy: Strategy) -> str:
-    model, opt = training(UNEVEN, "foreach")
+    model, opt = training(UNEVEN)
     step = ws.compile(train_step, strategy=strategy, backend="eager", fullgraph=True)
     step(model, opt, *batch(UNEVEN, 0))
     return step.plan

@@ -43,8 +43,8 @@ class _Gathers:
     has_uses: bool
 
 
-_NONE = (-1, -1)
-"""Of a parameter without a reduction."""
+_NO_REDUCTION = (-1, -1)
+"""In the place of the number and the place of a parameter in its reduction, if it has none."""
 
 
 def bucket_gathers(
@@ -79,7 +79,10 @@ def _in_order(program: Program, phase: str, starts: list[fx.Node], cost: CostMod
     has_uses = phase in node_meta.COMPUTING_PHASES
     at_us, end_us = _times_us(program, starts, cost, has_uses=has_uses)
     levels, reductions = _levels(program.graph), _reductions(program) if not has_uses else {}
-    last = {node: max((reductions.get(name, _NONE) for name in _members(node)), default=_NONE) for node in starts}
+    last = {
+        node: max((reductions.get(name, _NO_REDUCTION) for name in _members(node)), default=_NO_REDUCTION)
+        for node in starts
+    }
     # In the order of its reduction, so that buckets of the same size are full behind the same parameters.
     ordered = starts[::-1] if has_uses else sorted(starts, key=lambda node: (at_us[node], last[node]))
     return _Gathers(
