@@ -30,8 +30,6 @@ pytestmark = pytest.mark.ranks
 EVEN = LanguageModelSize(num_layers=2, width=32, num_heads=2, vocabulary=64, length=8, rows=2)
 UNEVEN = LanguageModelSize(num_layers=2, width=33, num_heads=1, vocabulary=65, length=7, rows=2)
 SIZES = {"even": EVEN, "uneven": UNEVEN}
-NUM_PARAMETERS = 29
-"""Of the model of two layers."""
 
 
 def adamw(params: Any) -> Optimizer:
