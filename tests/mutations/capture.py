@@ -135,4 +135,15 @@ CAPTURE_MUTATIONS = (
             "test_a_closure_that_clears_gradients_from_before_and_makes_none_leaves_no_state",
         ),
     ),
+    Mutation(
+        name="objects_answer_for_attributes",
+        what="the user's own class answers where an attribute of its object is looked for",
+        file="capture/python/container_views.py",
+        old="        return way(thing, name)\n",
+        new="        return getattr(thing, name)\n",
+        tests=(
+            "tests/unit/capture/python/test_attribute_access.py::"
+            "test_an_object_that_answers_for_every_name_is_asked_for_none",
+        ),
+    ),
 )

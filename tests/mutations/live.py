@@ -480,4 +480,12 @@ LIVE_MUTATIONS = (
             "test_an_array_of_a_forward_that_gets_its_graph_back_stays_on_its_memory",
         ),
     ),
+    Mutation(
+        name="graphs_of_views_asked_for",
+        what="a view made without gradients, whose memory was written to, is asked for its graph",
+        file="live/recording/gradient_node.py",
+        old="    except RuntimeError:",
+        new="    except ZeroDivisionError:",
+        tests=(f"{GRAPHS}::test_a_row_of_a_weight_that_is_written_without_gradients",),
+    ),
 )

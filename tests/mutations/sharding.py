@@ -11,6 +11,7 @@ PREFETCH = "tests/unit/passes/schedule/test_prefetch.py"
 IN_PLACE = "tests/unit/passes/memory/test_gather_in_place.py"
 STATE = "tests/ranks/sharding/test_live_state.py"
 SHARD = "tests/ranks/sharding/test_shard.py"
+LIVE = "tests/ranks/sharding/test_live_shards.py::test_python_sees_whole_tensors"
 POOL = "tests/unit/lower/cudagraph/test_graph_pool.py"
 
 SHARDING_MUTATIONS = (
@@ -176,5 +177,29 @@ SHARDING_MUTATIONS = (
             "tests/ranks/sharding/test_trainings.py::"
             "test_updated_parameters_are_gathered_in_the_buckets_of_their_gradients",
         ),
+    ),
+    Mutation(
+        name="python_sees_shards",
+        what="Python of a live step computes with DTensors, whose numbers are those of one rank",
+        file="live/live_step.py",
+        old="with whole_operands(peers) if peers is not None and peers.computes_whole else nullcontext():",
+        new="with nullcontext():",
+        tests=(f"{LIVE}[reads_parameters_and_gradients]",),
+    ),
+    Mutation(
+        name="gradients_of_whole_tensors_lost",
+        what="a parameter that is used outside of its module gets no gradient there",
+        file="live/peers.py",
+        old="            self.shards.reduce(anywhere.tolist()[len(params) :], self._reduce)\n",
+        new="",
+        tests=(f"{LIVE}[penalty_on_weights]",),
+    ),
+    Mutation(
+        name="views_of_shards_not_written_back",
+        what="what Python writes to a view of a whole tensor never reaches the shard",
+        file="live/shard_calls.py",
+        old="                if one.tensor._version != version:",
+        new="                if False:",
+        tests=(f"{LIVE}[changes_gradients]",),
     ),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ from wholestep.live.recording.path import Path, Paths
 from wholestep.live.recording.record import Read
 from wholestep.live.recording.snapshot import AsRecorded, as_recorded
 from wholestep.live.run import Run
+from wholestep.live.shard_calls import whole_operands
 
 
 class Compiled(Protocol):
@@ -157,9 +159,10 @@ class LiveStep:
         return result
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.is_recorded:
-            return self._step(*args, **kwargs)
         peers = self._peers
+        if not self.is_recorded:
+            with whole_operands(peers) if peers is not None and peers.computes_whole else nullcontext():
+                return self._step(*args, **kwargs)
         agree = None if peers is None else lambda: peers.meet(Event(PUTS_GRADIENTS))
         leaves = pytree.tree_leaves((args, kwargs))
         run = Run(self._paths.all, leaves, self._launch, self.learned, agree)

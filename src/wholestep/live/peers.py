@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from wholestep.capture.python.tracing_thread import is_capturing
 from wholestep.capture.python.user_frame import current_line
@@ -29,16 +30,17 @@ from wholestep.capture.reach.train_state import TrainState, collect
 from wholestep.capture.tracing.backward_engine import Engine, backward_replaced
 from wholestep.capture.wrappers import ddp
 from wholestep.capture.wrappers.fully_shard_hooks import before_forwards
-from wholestep.config import DDP, CastCompress, Strategy
+from wholestep.config import DDP, FSDP, CastCompress, Strategy
 from wholestep.errors import CaptureError, RankMismatchError
 from wholestep.ir.dtensor.shards import is_sharded
 from wholestep.ir.ops.collectives import group_named
 from wholestep.ir.program import InputKind, MeshAxis
+from wholestep.live.sharded_parameters import ShardedParameters, from_all_ranks
 from wholestep.runtime.buffer_sync import broadcast_tensors
 from wholestep.runtime.distributed.failure_report import named_failures
 from wholestep.runtime.distributed.world import World
 
-ENDS, RUNS_BACKWARD, RUNS_PIECE, PUTS_GRADIENTS, RUNS_FORWARD = 0, 1, 2, 3, 4
+ENDS, RUNS_BACKWARD, RUNS_PIECE, PUTS_GRADIENTS, RUNS_FORWARD, RUNS_ON_SHARDS, GATHERS = range(7)
 _LINE_BYTES = 96
 _meetings: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
 """By group those at which pieces are compiled, of all live steps: its ranks hold them in the same order."""
@@ -50,7 +52,7 @@ class Event:
 
     kind: int
     what: int = 0
-    """Of a piece: a number that is the same on ranks that run the same one."""
+    """A number that is the same on ranks that run the same piece, or gather the same tensor."""
     made: int = field(default=0, compare=False)
     """Of a piece: the number of the meeting at which it was compiled on this rank; 0 if it was not yet."""
 
@@ -63,11 +65,19 @@ class Event:
 class Peers:
     """The other ranks of a live step."""
 
-    def __init__(self, step: Callable[..., Any], strategy: Strategy, axis: MeshAxis, world: World) -> None:
-        """`strategy`: as `live_strategy` gives it. Parameters that it shards are left to the hooks of torch."""
+    def __init__(
+        self, step: Callable[..., Any], strategy: Strategy, axis: MeshAxis, world: World,
+        *, note: str = "", has_plain_code: bool = True,
+    ) -> None:  # fmt: skip
+        """`strategy`: as `live_strategy` gives it. Parameters that it shards are left to the hooks of torch.
+
+        `note`: what a reader should know of the strategy in a live step. `has_plain_code`: the step was written for
+        whole tensors, and not for modules that its user has sharded.
+        """
         self.strategy = strategy
-        self.note = ""
-        """What a reader should know of the strategy in a live step."""
+        self.computes_whole = isinstance(strategy, FSDP) and has_plain_code
+        """Whether Python computes with whole tensors in the place of shards."""
+        self.note = note
         self._step, self._axis, self._world = step, axis, world
         self._wire = strategy.compress if isinstance(strategy, DDP) else None
         self._group = group_named(axis.group)
@@ -78,6 +88,9 @@ class Peers:
         """Of the piece that all ranks run now: the number of the meeting at which it is compiled."""
         self._parted: RankMismatchError | None = None
         """What was raised in this call, of which the other ranks know: they come to no other meeting of it."""
+        self.shards = ShardedParameters(axis)
+        self._found: torch.Tensor | None = None
+        """The whole tensor that this rank has asked for."""
 
     @staticmethod
     def check(strategy: Strategy) -> None:
@@ -95,6 +108,7 @@ class Peers:
         """The start of a call: finds parameters and buffers, and makes equal what the strategy wants equal."""
         self._call_name, self._parted = (lambda: call_name), None
         self._state = collect(find_reachable(self._step, args, kwargs))
+        self.shards.begin(self._state.params)
         kinds = [] if self._is_equal else [InputKind.PARAM, InputKind.BUFFER]
         kinds += [InputKind.BUFFER] if self.strategy.broadcast_buffers and self._is_equal else []
         tensors = [slot.tensor for slot in self._state.of_kind(*kinds) if not is_sharded(slot.tensor)]
@@ -106,21 +120,31 @@ class Peers:
     def meet(self, event: Event) -> bool:
         """Tells the others what this rank is about to do; whether all are about to do the same.
 
-        Where a rank runs a backward and others a piece, those that run the backward wait until all do. Raises
-        RankMismatchError where some ranks end their call, or run a forward that gathers parameters, and others do not,
-        and again for what is run after that. Of a piece `made` says behind it where all ranks have compiled it, which
-        is here and now if it was not the same meeting on all: one may have forgotten a piece that another one kept.
+        Where a rank runs a backward and others a piece, those that run the backward wait until all do. Where a rank
+        wants a whole tensor, all give their parts, and meet again. Raises RankMismatchError where some ranks end their
+        call, or run what communicates by itself, and others do not, and again for what is run after that. Of a piece
+        `made` says behind it where all ranks have compiled it, which is here and now if it was not the same meeting on
+        all: one may have forgotten a piece that another one kept.
         """
         if self._parted is not None:
             raise self._parted
         while True:
             events, lines = self._exchange(event)
+            if wanted := [one for one in events if one.kind == GATHERS]:
+                with torch.no_grad(), self._failures_named():
+                    self._found = self.shards.gathered(wanted[0].what)
+                if self._found is None:
+                    self._parted = RankMismatchError(self._without_gradient(events, lines))
+                    raise self._parted
+                if wanted[0] == event:
+                    return True
+                continue
             if len(set(events)) == 1:
                 if event.kind == RUNS_PIECE:
                     is_same = event.made > 0 and len({one.made for one in events}) == 1
                     self.made = event.made if is_same else next(_meetings[self._axis.group])
                 return True
-            if any(one.kind in (ENDS, RUNS_FORWARD) for one in events):
+            if any(one.kind in (ENDS, RUNS_FORWARD, RUNS_ON_SHARDS) for one in events):
                 self._parted = RankMismatchError(self._mismatch(events, lines))
                 raise self._parted
             if event.kind != RUNS_BACKWARD:
@@ -137,6 +161,20 @@ class Peers:
             if not self.runs_pieces:
                 stack.enter_context(before_forwards(self._meet_before_forward))
             yield
+
+    def whole(self, shard: DTensor) -> torch.Tensor:
+        """The whole of a tensor. One rank may ask for that of a parameter or its gradient, all have to for any other.
+
+        Raises RankMismatchError where a rank has no such gradient, or does not come.
+        """
+        number = self.shards.number_of(shard)
+        if number is None:
+            self.meet(Event(RUNS_ON_SHARDS, zlib.crc32(f"{tuple(shard.shape)} {shard.placements}".encode())))
+            return shard.full_tensor().detach()
+        self.meet(Event(GATHERS, number))
+        found, self._found = self._found, None
+        assert found is not None
+        return found
 
     def _meet_before_forward(self) -> None:
         self.meet(Event(RUNS_FORWARD))
@@ -162,16 +200,19 @@ class Peers:
                 "Gradients are summed over the ranks and there are some already, of which nobody knows whether they "
                 'are sums. Use DDP(reduce="mean"), or clear them before each backward.'
             )
-        result = backward()
+        with self.shards.gradients_kept():
+            result = backward()
         used = [
             param.grad is not None and (param.grad is not grad or param.grad._version != version)
             for param, (grad, version) in zip(params, before, strict=True)
         ]
         kinds = [is_used + (is_used and _is_sparse(param.grad)) for param, is_used in zip(params, used, strict=True)]
+        kinds += self.shards.has_gradient if self.computes_whole else []
         with torch.no_grad(), self._failures_named():
             anywhere = torch.tensor(kinds, dtype=torch.int32, device=self._world.device)
             dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self._group)
-            found = [(param, kind) for param, kind in zip(params, anywhere.tolist(), strict=True) if kind]
+            found = [(param, kind) for param, kind in zip(params, anywhere.tolist(), strict=False) if kind]
+            self.shards.reduce(anywhere.tolist()[len(params) :], self._reduce)
             for param, kind in found:
                 if param.grad is None:
                     param.grad = torch.zeros_like(param, layout=torch.sparse_coo if kind == _SPARSE else torch.strided)
@@ -222,25 +263,22 @@ class Peers:
         indices, values = own.indices().t(), own.values()
         if self.strategy.reduce == "mean":
             values = values * (1.0 / self._axis.size)
-        counts = self._gathered(torch.tensor([len(values)], device=grad.device))
+        counts = from_all_ranks(torch.tensor([len(values)], device=grad.device), self._axis)
         parts = []
         for rows in (indices, values):
             padded = rows.new_zeros((int(max(counts)), *rows.shape[1:]))
             padded[: len(rows)] = rows
-            parts.append(torch.cat([one[: int(n)] for one, n in zip(self._gathered(padded), counts, strict=True)]))
+            parts.append(
+                torch.cat([one[: int(n)] for one, n in zip(from_all_ranks(padded, self._axis), counts, strict=True)])
+            )
         grad.copy_(torch.sparse_coo_tensor(parts[0].t(), parts[1], grad.shape, check_invariants=False).coalesce())
-
-    def _gathered(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        theirs = [torch.empty_like(mine) for _ in range(self._axis.size)]
-        dist.all_gather(theirs, mine, group=self._group)
-        return theirs
 
     def _exchange(self, event: Event) -> tuple[list[Event], list[str]]:
         line = current_line().encode()[-_LINE_BYTES:].ljust(_LINE_BYTES)
         numbers = [event.kind, event.what, event.made, *line]
         mine = torch.tensor(numbers, dtype=torch.int64, device=self._world.device)
         with self._failures_named():
-            rows = torch.stack(self._gathered(mine)).tolist()
+            rows = torch.stack(from_all_ranks(mine, self._axis)).tolist()
         return [Event(*row[:3]) for row in rows], [bytes(row[3:]).decode(errors="replace").strip() for row in rows]
 
     def _mismatch(self, events: list[Event], lines: list[str]) -> str:
@@ -250,6 +288,7 @@ class Peers:
             RUNS_PIECE: "runs recorded calls",
             PUTS_GRADIENTS: "comes to a backward",
             RUNS_FORWARD: "runs a forward that gathers parameters",
+            RUNS_ON_SHARDS: "runs an update or another call that all ranks have to make",
         }
         ranks = "\n".join(
             f"  rank {rank} {doing[event.kind]}{' at ' + line if line else ''}"
@@ -259,6 +298,13 @@ class Peers:
             f"The ranks do not run the same calls in {self._call_name()}:\n{ranks}\nGradients are reduced over all "
             f"ranks, so all have to come. Decide on all ranks alike (reduce what the decision depends on first), or "
             f"multiply the loss by 0 where a batch is to be skipped. Nothing was reduced."
+        )
+
+    def _without_gradient(self, events: list[Event], lines: list[str]) -> str:
+        rank = next(rank for rank, event in enumerate(events) if event.kind == GATHERS)
+        return (
+            f"Rank {rank} reads {self.shards.name_of(events[rank].what)} at {lines[rank]}, in {self._call_name()}. It "
+            f"is cut over the ranks, and some of them have none. Read it where every rank has run its backward."
         )
 
     def _failures_named(self) -> Any:

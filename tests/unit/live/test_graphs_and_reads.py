@@ -382,3 +382,24 @@ def test_an_array_of_a_forward_that_gets_its_graph_back_stays_on_its_memory(kept
         return step
 
     train_both(make, calls=9)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_row_of_a_weight_that_is_written_without_gradients(held: bool) -> None:
+    """Torch raises an error for `grad_fn` of such a view. Eager code does not ask for it."""
+
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> None:
+            loss = training.update(training.model(x).mean())
+            with torch.no_grad():
+                row = training.model.first.weight[1]
+                row.mul_(0.5)
+                if held:
+                    training.notes.append((row + 1).sum().item())
+                    training.notes.append(training.model(row.expand(2, 4)).sum().item())
+            training.notes.append(loss.item())
+
+        return step
+
+    train_both(make)
+    train_by_stages(make)

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from wholestep.capture.python import tree_util
 from wholestep.capture.python.code_lines import writer_of
-from wholestep.capture.python.container_views import VIEWS, ContentView, SlotsView, slots
+from wholestep.capture.python.container_views import VIEWS, ContentView, SlotsView, own_dict, slots
 from wholestep.capture.python.snapshot import Snapshot, same
 from wholestep.capture.reach.arguments import ArgumentPath, path_text
 from wholestep.errors import CaptureError
@@ -85,8 +85,7 @@ def _containers(thing: Any) -> Iterator[Any]:
         yield thing
     elif isinstance(thing, deque):
         yield ContentView(thing)
-    own = getattr(thing, "__dict__", thing)
-    if own is not thing:
+    if (own := own_dict(thing)) is not None:
         yield own
     if any(slots(type(thing))):
         yield SlotsView(thing)

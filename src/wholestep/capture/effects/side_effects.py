@@ -10,7 +10,7 @@ from torch import Tensor
 from wholestep.capture.effects.optimizer_effects import OptimizerEffects
 from wholestep.capture.python import tree_util
 from wholestep.capture.python.code_lines import writer_of
-from wholestep.capture.python.container_views import BUFFERS
+from wholestep.capture.python.container_views import BUFFERS, ContentView
 from wholestep.capture.python.snapshot import Snapshot
 from wholestep.capture.reach.grad_scaler import ScalerState as ScalerNotes
 from wholestep.capture.reach.rng_and_iterators import Generators
@@ -111,8 +111,8 @@ class SideEffects:
     @property
     def has_written_buffers(self) -> bool:
         """Whether arrays, or other memory that tensors may lie on, are among what is different."""
-        things = (getattr(watch.container, "thing", None) for watch in self._watches)
-        return any(isinstance(thing, BUFFERS) for thing in things)
+        views = (watch.container for watch in self._watches if isinstance(watch.container, ContentView))
+        return any(isinstance(view.thing, BUFFERS) for view in views)
 
     def restore(self) -> None:
         """Puts back what the step changed."""

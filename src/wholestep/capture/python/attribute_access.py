@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wholestep.capture.python.code_owner import is_writable
-from wholestep.capture.python.container_views import is_dunder
+from wholestep.capture.python.container_views import is_dunder, own_dict
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _METHODS = (
@@ -154,11 +154,8 @@ def _inherited(kind: type, name: str) -> Callable[..., Any]:
 
 def _held(thing: Any, name: str) -> Any:
     """What an object has under a name, or its class; a member of a slot is what is in it."""
-    try:
-        own = object.__getattribute__(thing, "__dict__")
-    except AttributeError:
-        own = {}
-    if name in own:
+    own = own_dict(thing)
+    if own is not None and name in own:
         return own[name]
     item = next((vars(base)[name] for base in type(thing).__mro__ if name in vars(base)), _MISSING)
     try:

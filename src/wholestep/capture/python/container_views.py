@@ -6,7 +6,7 @@ import array
 import gc
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -125,6 +125,7 @@ class ContentView(dict[Any, Any]):
             thing[:] = held["data"]
 
 
+_NOTHING = object()
 VIEWS = (CellView, ClassView, SlotsView, ContentView)
 
 
@@ -135,3 +136,26 @@ def slots(kind: type) -> Iterator[str]:
         for name in (names,) if isinstance(names, str) else names:
             private = name.startswith("__") and not name.endswith("__")
             yield f"_{base.__name__.lstrip('_')}{name}" if private else name
+
+
+def own_dict(thing: Any) -> dict[str, Any] | None:
+    """The ``__dict__`` of an object, or None. Its class may answer for every name: it is not asked."""
+    own: dict[str, Any] | None = attribute(thing, "__dict__", None)
+    return own
+
+
+def held_by(thing: Any, names: Collection[str] | None) -> Iterator[tuple[str, Any]]:
+    """The attributes that an object itself has under some names, or under any if they are None."""
+    for key in [*(own_dict(thing) or ()), *slots(type(thing))]:
+        if (names is None or key in names) and (held := attribute(thing, key, _NOTHING)) is not _NOTHING:
+            yield key, held
+
+
+def attribute(thing: Any, name: str, default: Any) -> Any:
+    """An attribute that an object or its class has, without Python of the class that answers for it."""
+    way: Any = type(thing).__getattribute__  # in C, as that of a thread's own
+    way = object.__getattribute__ if isinstance(way, types.FunctionType) else way
+    try:
+        return way(thing, name)
+    except AttributeError:
+        return default

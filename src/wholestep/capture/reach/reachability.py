@@ -42,7 +42,7 @@ from wholestep.capture.python.code_owner import (
     is_user_file,
     owner_of_class,
 )
-from wholestep.capture.python.container_views import BUFFERS, CellView, ContentView, SlotsView, slots
+from wholestep.capture.python.container_views import BUFFERS, CellView, ContentView, SlotsView, held_by, own_dict, slots
 from wholestep.capture.python.snapshot import SCALARS, Snapshot
 from wholestep.capture.reach import grad_scaler, library_globals, module_hooks, rng_and_iterators
 from wholestep.capture.reach.reachable import Reachable
@@ -85,7 +85,7 @@ class Walker:
         thing = behind_proxy(thing)
         if isinstance(thing, type) and not is_library_class(thing):
             self._classes.add(thing)
-        has_attributes = hasattr(thing, "__dict__")
+        has_attributes = own_dict(thing) is not None
         if (isinstance(thing, SCALARS) and not has_attributes) or id(thing) in self._seen:
             return self._hidden.again(thing)
         if depth > _MAX_DEPTH:
@@ -126,8 +126,8 @@ class Walker:
         for name, thing in self._objects:
             names, own = self._watched.of(thing), [*slots(type(thing))]
             self.reachable.objects[id(thing)] = WatchedObject(thing, names)
-            if hasattr(thing, "__dict__"):  # an empty one, too: an attribute may hide one of the class
-                self._watch(vars(thing), name, None if names is None else tuple(sorted(names)))
+            if (held := own_dict(thing)) is not None:  # an empty one, too: it may come to hide one of the class
+                self._watch(held, name, None if names is None else tuple(sorted(names)))
             if own := [key for key in own if names is None or key in names]:
                 self._watch(SlotsView(thing), name, tuple(sorted(own)))
         for name, library in self._libraries.values():  # of their files only what is compared by value
@@ -325,11 +325,9 @@ class Walker:
         self.visit(key, content, depth + 1)
 
     def _attributes(self, name: str, thing: Any) -> None:
-        names = self._watched.of(thing)
-        for key in [*getattr(thing, "__dict__", ()), *slots(type(thing))]:
-            if (names is None or key in names) and hasattr(thing, key):
-                with self._hidden.under(thing, key):
-                    self.visit(f"{name}.{key}", getattr(thing, key), 1)
+        for key, held in held_by(thing, self._watched.of(thing)):
+            with self._hidden.under(thing, key):
+                self.visit(f"{name}.{key}", held, 1)
 
 
 _ALSO_OBJECTS = (functools.partial, list, tuple, set, frozenset, deque, dict, *BUFFERS)

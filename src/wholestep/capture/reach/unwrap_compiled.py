@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from wholestep.capture.python.container_views import own_dict
 from wholestep.util.lazy_import import lazy_import
 from wholestep.util.log_once import log_once
 
@@ -33,7 +34,7 @@ def is_compiled(thing: Any) -> bool:
     """Whether torch.compile gave a module or function, or a module compiles itself."""
     if isinstance(thing, nn.Module):
         return "_orig_mod" in thing._modules or getattr(thing, "_compiled_call_impl", None) is not None
-    own = getattr(thing, "__dict__", {})
+    own = own_dict(thing) or {}
     return "_torchdynamo_orig_callable" in own and not own.get("_torchdynamo_disable", False)
 
 

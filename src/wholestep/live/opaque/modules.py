@@ -32,6 +32,7 @@ from wholestep.capture.python.snapshot import Snapshot
 from wholestep.capture.reach.arguments import ArgumentSize
 from wholestep.capture.reach.traced_inputs import StateSource
 from wholestep.errors import CaptureError, WholestepError
+from wholestep.live.recording.gradient_node import is_leaf
 from wholestep.live.sizes.module_sizes import Layout, ModuleSizes
 
 log = logging.getLogger("wholestep.live")
@@ -221,7 +222,8 @@ def _why_not_worth(module: nn.Module) -> str:
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor for a capture, which wants no graph from before."""
-    return tensor if tensor.is_leaf else tensor.detach().requires_grad_(tensor.requires_grad)
+    is_plain = is_leaf(tensor) and not tensor._is_view()
+    return tensor if is_plain else tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _why_open(module: nn.Module, captured: Captured) -> str:
@@ -245,4 +247,4 @@ def _why_open(module: nn.Module, captured: Captured) -> str:
 
 
 def _has_hooks(param: torch.Tensor) -> bool:
-    return bool(param._backward_hooks or (param.is_leaf and param._post_accumulate_grad_hooks))
+    return bool(param._backward_hooks or (is_leaf(param) and param._post_accumulate_grad_hooks))

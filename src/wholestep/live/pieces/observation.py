@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from wholestep.live.opaque.modules import OpaqueModule
 from wholestep.live.pieces.tensors import TensorTable
 from wholestep.live.recording.freed_graphs import freed_graphs
+from wholestep.live.recording.gradient_node import gradient_node, is_leaf
 from wholestep.live.recording.handle import Handle
 from wholestep.live.recording.observer import Observer
 from wholestep.live.recording.path import BACKWARDS
@@ -86,7 +87,7 @@ def observe(
         drawn=tuple(observer.drawn), is_pointwise=observer.is_pointwise and optimizer is None, joined=joined,
         changes_kind=any(_kind(leaf) != kind and not _is_in(leaf, joined) for leaf, kind in kinds),
         written=written, writes_to=tensors.on_memory_of(written),
-        writes_grads=any(one.is_leaf and _grad(one) != was for one, was in grads) or tensors.is_gradient(written),
+        writes_grads=any(is_leaf(one) and _grad(one) != was for one, was in grads) or tensors.is_gradient(written),
         frees=freed_graphs(tensors.alive()) if function in BACKWARDS else frozenset(),
         state=None if optimizer is None else OptimizerSnapshot.of(optimizer),
     )  # fmt: skip
@@ -126,7 +127,7 @@ def _kind(tensor: torch.Tensor) -> Any:
 
 def _has_joined(tensor: torch.Tensor, kind: Any) -> bool:
     """Whether a tensor of this kind is in a graph now, and that is all."""
-    return tensor.grad_fn is not None and (*kind[:-1], kind[-1] is False) == _kind(tensor)
+    return gradient_node(tensor) is not None and (*kind[:-1], kind[-1] is False) == _kind(tensor)
 
 
 def _is_in(tensor: torch.Tensor, tensors: Sequence[Any]) -> bool:
@@ -135,7 +136,7 @@ def _is_in(tensor: torch.Tensor, tensors: Sequence[Any]) -> bool:
 
 def _grads(leaves: Sequence[Any]) -> list[tuple[torch.Tensor, tuple[int, int]]]:
     """The leaves of the graph with their gradients."""
-    return [(leaf, _grad(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
+    return [(leaf, _grad(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor) and is_leaf(leaf)]
 
 
 def _grad(leaf: torch.Tensor) -> tuple[int, int]:
@@ -167,7 +168,7 @@ def unknown_argument(function: Any, leaves: Sequence[Any], tensors: TensorTable)
             if leaf.layout is not torch.strided:
                 return f"{name_of(function)} is given a sparse tensor"
             value = tensors.value_of(leaf)
-            if type(leaf) is not Handle and leaf.grad_fn is not None and value is None:
+            if type(leaf) is not Handle and gradient_node(leaf) is not None and value is None:
                 return f"{name_of(function)} is given a tensor whose graph began before the step"
             if (value is not None or leaf.requires_grad) and tensors.is_exposed(leaf):
                 return f"{name_of(function)} is given a tensor whose memory an array of yours shares"
@@ -184,4 +185,4 @@ def hooks_on_gradients(function: Any, tensors: TensorTable) -> str:
 
 
 def _grad_hooks(tensor: torch.Tensor) -> Any:
-    return tensor.is_leaf and tensor._post_accumulate_grad_hooks
+    return is_leaf(tensor) and tensor._post_accumulate_grad_hooks

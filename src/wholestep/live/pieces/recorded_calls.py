@@ -12,6 +12,7 @@ from wholestep.capture.python.user_frame import current_line
 from wholestep.live.opaque.modules import OpaqueModule
 from wholestep.live.pieces.observation import execute, flat_result
 from wholestep.live.pieces.tensors import TensorTable
+from wholestep.live.recording.gradient_node import gradient_node
 from wholestep.live.recording.handle import fulfil
 from wholestep.live.recording.modes import block_of, casts_kept, under
 from wholestep.live.recording.path import Path, asked_grads
@@ -143,7 +144,7 @@ class RecordedCalls:
         if not all(self.tensors.value_of(one) for one in joined):
             return True
         others = self._others(writes_to, joined) if joined else ()
-        return any(one.grad_fn is not None and not was_in_graph for one, was_in_graph in others)
+        return any(gradient_node(one) is not None and not was_in_graph for one, was_in_graph in others)
 
     def _others(self, found: Sequence[Operand], joined: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, bool]]:
         """Tensors of the run that are none of `joined`, and whether they were in a graph when they came into it."""

@@ -16,6 +16,7 @@ import torch
 from wholestep.live.opaque.modules import OpaqueModule
 from wholestep.live.pieces.forward import Before
 from wholestep.live.pieces.tensors import TensorTable
+from wholestep.live.recording.gradient_node import is_leaf
 from wholestep.live.recording.path import BACKWARDS, Path
 from wholestep.live.recording.record import CONSTANT, EXTERNAL, NUMBER, VALUE, Record, Value, name_of
 
@@ -71,7 +72,7 @@ def num_externals(records: Sequence[Record], least: int = 0) -> int:
 
 def _is_hooked(leaf: torch.Tensor) -> bool:
     """Whether more happens to its gradient than that it is added."""
-    return not leaf.is_leaf or bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+    return not is_leaf(leaf) or bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
 
 
 def _is_plain_backward(record: Record) -> bool:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from wholestep.capture.guards.fast_guards import have_gradients
 from wholestep.live.opaque.modules import OpaqueModule
 from wholestep.live.recording.fast_match import BLOCK, FastRecord
+from wholestep.live.recording.gradient_node import gradient_node, is_leaf
 from wholestep.live.recording.handle import Handle
 from wholestep.live.recording.path import Path
 from wholestep.live.recording.record import (
@@ -217,7 +218,7 @@ class TensorTable:
             copies = self.copies_shared and not tensor.requires_grad and self.is_shared(tensor)
             self.externals.append(tensor.clone() if copies else tensor)
             self._alive.append(tensor)
-            self.had_grad.append(tensor.is_leaf and tensor.grad is not None)
+            self.had_grad.append(is_leaf(tensor) and tensor.grad is not None)
             self._storages.add(_storage(tensor))
         return index
 
@@ -265,7 +266,7 @@ class TensorTable:
         """Whether this is the tensor from outside with this number, which the run has not met before."""
         if type(path.externals[number]) is not Description:
             return bool(path.is_state(number, leaf) and leaf.requires_grad)
-        is_data = type(leaf) is torch.Tensor and leaf.grad_fn is None and leaf.layout is torch.strided
+        is_data = type(leaf) is torch.Tensor and gradient_node(leaf) is None and leaf.layout is torch.strided
         return is_data and self.value_of(leaf) is None and path.takes_external(number, leaf)
 
     def _is_block(self, numbers: tuple[int, ...], leaves: Sequence[Any]) -> bool:
@@ -315,7 +316,7 @@ class TensorTable:
         memory = {_storage(one) for one in tensors if is_plain(one)}
         if not memory:
             return False
-        leaves = (one for one in chain(self._alive, self.alive().values()) if one.is_leaf)
+        leaves = (one for one in chain(self._alive, self.alive().values()) if is_leaf(one))
         grads = (leaf.grad for leaf in leaves)
         return any(grad is not None and is_plain(grad) and _storage(grad) in memory for grad in grads)
 

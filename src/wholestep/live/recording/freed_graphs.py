@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from wholestep.live.recording.gradient_node import gradient_node
+
 Name = TypeVar("Name", bound=Hashable)
 
 _FREED = "freed"
@@ -17,7 +19,7 @@ _FREED = "freed"
 def freed_graphs(tensors: Mapping[Name, torch.Tensor]) -> frozenset[Name]:
     """The names of the tensors in whose graph a node was, of which a backward has freed what it had saved."""
     known: dict[Any, bool] = {}
-    return frozenset(name for name, tensor in tensors.items() if _reaches_freed(tensor.grad_fn, known))
+    return frozenset(name for name, tensor in tensors.items() if _reaches_freed(gradient_node(tensor), known))
 
 
 def _reaches_freed(root: Any, known: dict[Any, bool]) -> bool:

@@ -79,7 +79,7 @@ def _has_known_shapes(func: Any, args: Any, kwargs: Any) -> bool:
 
 def _runs_on_fakes(func: Any, args: Any, kwargs: Any) -> bool:
     mode, stream = FakeTensorMode(), random.getstate()  # torch draws the numbers of fake collectives from it
-    args, kwargs = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda one: mode.from_tensor(one.detach()), (args, kwargs))
     try:
         with mode:
             func(*args, **kwargs)

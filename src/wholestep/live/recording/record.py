@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from wholestep.live.recording.gradient_node import gradient_node
 from wholestep.live.recording.modes import Modes
 from wholestep.live.recording.structure import Structure
 
@@ -72,7 +73,7 @@ class OutputMeta:
         """Of a tensor that a call with these arguments has returned, which has put those in `joined` into a graph."""
         alias = next((number for number, leaf in enumerate(leaves) if leaf is tensor), None)
         becomes = alias if any(tensor is one for one in joined) else None
-        graph = type(tensor.grad_fn).__name__ if tensor.grad_fn is not None else ""
+        graph = type(node).__name__ if (node := gradient_node(tensor)) is not None else ""
         return cls(
             tensor.shape, tensor.dtype, tensor.device, tuple(tensor.stride()), tensor.requires_grad, graph,
             alias if becomes is None else None, becomes, _viewed(tensor, leaves) if alias is None else None,

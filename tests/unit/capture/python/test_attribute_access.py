@@ -363,3 +363,29 @@ def test_other_threads_are_not_observed() -> None:
         other.join()
     assert thing.weight == 2.0
     assert access.found == set()
+
+
+class Answering(dict[str, float]):
+    """A dict that is asked for whatever attribute it has not, and has no ``__dict__``."""
+
+    __slots__ = ()
+    __getattr__ = dict.__getitem__
+
+
+@pytest.mark.parametrize("may_go_live", [True])
+def test_an_object_that_answers_for_every_name_is_asked_for_none(may_go_live: bool) -> None:
+    model, box, array = nn.Linear(2, 1), Answering(weight=1.0), np.ones(1, np.float32)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+
+    def update(x: Tensor) -> None:
+        box["weight"] *= 0.5
+        loss = model(x).mean() * box.weight * torch.from_numpy(array).mean()
+        backward_and_step(loss, opt)
+        seen.append(loss.item())
+
+    step = ws.compile(update, backend="eager")
+    for call in range(4):
+        step(torch.ones(2, 2))
+        assert box == {"weight": 0.5 ** (call + 1)}
+    assert len(seen) == 4

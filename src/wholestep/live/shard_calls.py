@@ -1,0 +1,257 @@
+"""Calls of a live step on shards: its Python computes with whole tensors, as where nothing is sharded.
+
+[Note: whole operands]
+Under FSDP parameters and their gradients are DTensors between forwards. What torch makes of those is not what the same
+lines make of plain tensors: ``float(p.grad.abs().max())`` is the maximum of this rank's part, and a penalty on weights
+beside a plain loss is an error. So a call that the step's own Python makes is given whole tensors in the place of its
+shards, and what it writes to them is put back into the shards. Three kinds of calls go to the shards as they are: those
+of torch that act on parameters and gradients (steps of optimizers, clipping), calls in place on shards alone, and
+attributes.
+
+A rank may ask for a whole tensor where others do not, as in ``if rank == 0: print(model.weight.norm())``. Those give
+their part where they come to their next meeting (`Peers.whole`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from wholestep.capture.python.code_owner import is_library_class
+from wholestep.ir.dtensor.shards import cut, is_dtensor, is_sharded
+from wholestep.live.opaque.functions import clear_grads, redirected
+from wholestep.live.peers import RUNS_ON_SHARDS, Event, Peers
+from wholestep.live.pieces.observation import execute
+from wholestep.live.recording.handle import CURRENT, RecordingMode
+from wholestep.live.recording.metadata import METADATA
+from wholestep.live.recording.path import BACKWARDS
+from wholestep.live.recording.structure import flatten, unflatten
+from wholestep.live.sharded_parameters import ShardedParameters, is_same_memory
+
+_OF_THE_OBJECT = (torch.Tensor.detach, torch.detach)
+"""What gives the memory of a tensor, as attributes do."""
+
+
+@contextmanager
+def whole_operands(peers: Peers) -> Iterator[None]:
+    """While open, what this thread's Python computes with shards it computes with whole tensors."""
+    calls = ShardCalls(peers)
+    with redirected(looks=True):
+        CURRENT.run = calls
+        try:
+            with RecordingMode():
+                yield
+        finally:
+            CURRENT.run = None
+            calls.write_back()
+
+
+@dataclass(slots=True)
+class _Whole:
+    """A whole tensor that stands for a shard, and may have views that Python holds."""
+
+    shard: DTensor
+    tensor: torch.Tensor
+
+    def write_back(self) -> None:
+        """Puts this rank's part into the shard, where it is another by now."""
+        local, part = self.shard._local_tensor.detach(), self.tensor
+        if is_sharded(self.shard):
+            part = cut(self.tensor, self.shard.device_mesh, self.shard.placements)._local_tensor
+        if not _is_same(part, local):
+            local.copy_(part)
+
+
+class ShardCalls:
+    """The calls of one call of a live step whose parameters are shards."""
+
+    def __init__(self, peers: Peers) -> None:
+        """`peers` gather and reduce."""
+        self._peers = peers
+        self._held: list[_Whole] = []
+        """Whole tensors of which Python may hold views: they are what their shards are until they are written back."""
+
+    def called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of a torch function by the step's own Python."""
+        if function in METADATA:
+            return function(*args, **kwargs)
+        CURRENT.run = None
+        try:
+            return self._called(function, args, kwargs)
+        finally:
+            CURRENT.run = self
+
+    def called_module(
+        self, plain: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call of a module: its hooks gather what it needs, so shards are as Python has left them."""
+        self.write_back()
+        return plain(module, *args, **kwargs)
+
+    def unrecorded(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> Any:
+        """A function with a backward of its own. Those of torch, DTensor's among them, know what they are given."""
+        if args and is_library_class(args[0]):
+            return function(*args, **kwargs)
+        return self.called(function, args, kwargs)
+
+    def flush(self, why: str) -> None:
+        """Nothing waits."""
+
+    def before_draws_are_told(self, function: Any) -> None:
+        """Nothing waits."""
+
+    def write_back(self) -> None:
+        """Puts into the shards what Python has written to whole tensors. Views of those are copies from now on."""
+        with torch.no_grad():
+            for one in self._held:
+                one.write_back()
+
+    def _called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves: list[Any] = []
+        structure = flatten((args, kwargs), leaves)
+        if function in BACKWARDS or _acts_on_parameters(function, leaves):
+            return self._on_shards(function, args, kwargs)
+        shards = [leaf for leaf in leaves if is_dtensor(leaf)]
+        if not shards:
+            return execute(function, args, kwargs)
+        if function in _OF_THE_OBJECT or _is_descriptor(function) or any(map(_is_hook, leaves)):
+            return self._attribute(function, args, kwargs)
+        if _is_in_place(function) and not any(_is_plain(leaf) for leaf in leaves):
+            return self._in_place(function, args, kwargs, leaves)
+        return self._on_whole(function, leaves, structure)
+
+    def _on_shards(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that acts on parameters and gradients. What it gives is whole; all ranks come."""
+        self.write_back()
+        if function not in (*BACKWARDS, clear_grads):  # ranks meet in front of those anyway, or need not
+            self._peers.meet(Event(RUNS_ON_SHARDS))
+        result = execute(function, args, kwargs)
+        self._refresh()
+        return pytree.tree_map_only(DTensor, DTensor.full_tensor, result)
+
+    def _attribute(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An attribute of a shard, or what is on its memory. A plain tensor that is put there is cut."""
+        self.write_back()
+        owner, *values = args
+        if is_sharded(owner):
+            mesh, placements = owner.device_mesh, owner.placements
+            values = [cut(one, mesh, placements) if _is_plain(one) else one for one in values]
+        result = execute(function, (owner, *values), kwargs)
+        self._refresh()
+        return result
+
+    def _in_place(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
+        """A call in place on shards alone: torch knows how, for most."""
+        self.write_back()
+        try:
+            result = execute(function, args, kwargs)
+        except NotImplementedError:
+            return self._on_whole(function, leaves, flatten((args, kwargs), []))
+        self._refresh()
+        return result
+
+    def _on_whole(self, function: Any, leaves: Sequence[Any], structure: Any) -> Any:
+        wholes: dict[int, _Whole] = {}
+        given: list[Any] = []
+        for leaf in leaves:
+            if is_dtensor(leaf):
+                if id(leaf) not in wholes:
+                    wholes[id(leaf)] = self._whole(leaf)
+                given.append(self._with_graph(wholes[id(leaf)]))
+            else:
+                given.append(leaf)
+        versions = [one.tensor._version for one in wholes.values()]
+        args, kwargs = unflatten(structure, given)
+        result = execute(function, args, kwargs)
+        with torch.no_grad():
+            for one, version in zip(wholes.values(), versions, strict=True):
+                if one.tensor._version != version:
+                    one.write_back()
+        self._hold(wholes.values(), result)
+        stand_for = {id(tensor): leaf for leaf, tensor in zip(leaves, given, strict=True) if is_dtensor(leaf)}
+        return pytree.tree_map_only(torch.Tensor, lambda one: stand_for.get(id(one), one), result)
+
+    def _whole(self, shard: DTensor) -> _Whole:
+        known = next((one for one in self._held if is_same_memory(one.shard, shard)), None)
+        if known is not None:
+            return known
+        self.write_back()  # of others on the same memory
+        return _Whole(shard, self._peers.whole(shard))
+
+    def _with_graph(self, one: _Whole) -> torch.Tensor:
+        if not (torch.is_grad_enabled() and one.shard.requires_grad):
+            return one.tensor
+        made: torch.Tensor = _WholeParameter.apply(one.shard, one.tensor, self._peers.shards)  # type: ignore[no-untyped-call]
+        return made
+
+    def _hold(self, wholes: Any, result: Any) -> None:
+        """Keeps whole tensors on whose memory there are results: Python may write to those."""
+        memory = {
+            one.untyped_storage()._cdata
+            for one in pytree.tree_leaves(result)
+            if isinstance(one, torch.Tensor) and one.layout is torch.strided
+        }
+        known = {id(one) for one in self._held}
+        for one in wholes:
+            if one.tensor.untyped_storage()._cdata in memory and id(one) not in known:
+                self._held.append(one)
+
+    def _refresh(self) -> None:
+        """Whole tensors of which there are views see what was written to their shards."""
+        with torch.no_grad():
+            for one in self._held:
+                one.tensor.copy_(self._peers.whole(one.shard))
+
+
+class _WholeParameter(torch.autograd.Function):
+    """A whole tensor in the place of a parameter's shard, in a graph. Its gradient is this rank's, and is reduced with
+    those of the same backward."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: DTensor, whole: torch.Tensor, shards: ShardedParameters) -> torch.Tensor:
+        ctx.shard, ctx.shards = shard, shards
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.shards.keep_gradient(ctx.shard, grad)
+        return None, None, None
+
+
+def _acts_on_parameters(function: Any, leaves: Sequence[Any]) -> bool:
+    """Whether it is one of the functions that live steps take whole: see `wholestep.live.opaque.functions`."""
+    is_step = any(isinstance(leaf, Optimizer) for leaf in leaves)
+    return is_step or function is clear_grads or getattr(function, "__module__", "") == clip_grad.__name__
+
+
+def _is_descriptor(function: Any) -> bool:
+    return getattr(function, "__name__", "") in ("__get__", "__set__", "__delete__")
+
+
+def _is_in_place(function: Any) -> bool:
+    """Whether it writes to its first argument, as torch spells that."""
+    name = getattr(function, "__name__", "")
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _is_plain(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and not is_dtensor(leaf)
+
+
+def _is_hook(leaf: Any) -> bool:
+    return callable(leaf) and not isinstance(leaf, (torch.Tensor, type))
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit by bit, so that a NaN is itself."""
+    same: bool = torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    return same

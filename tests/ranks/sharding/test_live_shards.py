@@ -1,0 +1,235 @@
+"""Python of a live step that looks at parameters and gradients which are cut over the ranks: it sees whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import wholestep as ws
+from wholestep.config import Strategy
+
+pytestmark = pytest.mark.ranks
+
+CALLS = 4
+TOLERANCE = 2**6 * torch.finfo(torch.float32).eps
+
+
+class Net(nn.Module):
+    """Layers of an odd width, and one parameter without dims, which stays whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 9), nn.Linear(9, 3)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(torch.tanh(self.first(x))) * self.scale
+        return out
+
+
+@dataclass
+class Training:
+    """One training, with what its Python has noted."""
+
+    net: Net = field(default_factory=Net)
+    notes: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.model: nn.Module = self.net
+        self.opt = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+        self.average = [p.detach().clone() for p in self.net.parameters()]
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = nn.functional.mse_loss(self.model(x), y)
+        self.notes.append(loss.item())
+        return loss
+
+    def update(self) -> None:
+        self.opt.step()
+        self.opt.zero_grad()
+
+
+Step = Callable[[Training, Tensor, Tensor], None]
+
+
+def reads_parameters_and_gradients(t: Training, x: Tensor, y: Tensor) -> None:
+    t.loss(x, y).backward()
+    params = list(t.net.parameters())
+    t.notes.append(max(float(p.grad.abs().max()) for p in params if p.grad is not None))
+    t.notes.append(float(torch.stack([p.grad.norm() for p in params if p.grad is not None]).norm()))
+    t.notes += [float(t.net.first.weight.sum()), t.net.last.weight[2, 1].item(), *t.net.last.bias.tolist()]
+    t.update()
+
+
+def reads_on_one_rank(t: Training, x: Tensor, y: Tensor) -> None:
+    if dist.get_rank() == 0:
+        t.notes.append(float(t.net.last.weight.norm()))
+    t.loss(x, y).backward()
+    if dist.get_rank() == 1:
+        t.notes += [float(t.net.first.weight.grad.norm()), float(t.net.last.bias.grad.sum())]  # type: ignore[union-attr]
+    norm = nn.utils.clip_grad_norm_(t.net.parameters(), 0.1)
+    if dist.get_rank() == 0:
+        t.notes.append(norm.item())
+    t.update()
+    if dist.get_rank() == 1:
+        t.notes += [float(p.abs().mean()) for p in t.net.parameters()]
+
+
+def penalty_on_weights(t: Training, x: Tensor, y: Tensor) -> None:
+    loss = t.loss(x, y) + 0.1 * sum(p.square().sum() for p in t.net.parameters())
+    loss.backward()
+    t.update()
+
+
+def penalty_on_one_rank(t: Training, x: Tensor, y: Tensor) -> None:
+    loss = t.loss(x, y)
+    if dist.get_rank() == 0:
+        loss = loss + t.net.first.weight.abs().sum()
+    loss.backward()
+    t.update()
+
+
+def changes_gradients(t: Training, x: Tensor, y: Tensor) -> None:
+    t.loss(x, y).backward()
+    for p in t.net.parameters():
+        assert p.grad is not None
+        p.grad.mul_(0.5)
+        p.grad.add_(p.detach(), alpha=0.1)
+    t.net.last.weight.grad = torch.ones(3, 9)
+    t.net.first.weight.grad[0] = 0.0  # type: ignore[index]
+    t.update()
+
+
+def changes_parameters(t: Training, x: Tensor, y: Tensor) -> None:
+    t.loss(x, y).backward()
+    with torch.no_grad():
+        t.net.first.weight[1].mul_(0.9)
+        t.net.last.weight.data[2] = 0.25
+        t.net.last.weight.clamp_(-0.3, 0.3)
+        t.net.first.bias.copy_(torch.full((9,), 0.125))
+    view = t.net.last.bias.data
+    view.mul_(0.5)
+    t.update()
+    t.notes += [float(view.sum()), float(t.net.last.bias.sum())]
+
+
+class Doubled(torch.autograd.Function):
+    """A function of the user's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return 2 * x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return 2 * grad @ weight, 2 * grad.t() @ x
+
+
+def functions_of_its_own(t: Training, x: Tensor, y: Tensor) -> None:
+    (t.loss(x, y) + Doubled.apply(x, t.net.first.weight).square().mean()).backward()  # type: ignore[no-untyped-call]
+    t.update()
+    t.notes.append(float(t.net.first.weight.detach().flatten()[0]))
+
+
+def averages(t: Training, x: Tensor, y: Tensor) -> None:
+    t.loss(x, y).backward()
+    t.update()
+    with torch.no_grad():
+        for average, p in zip(t.average, t.net.parameters(), strict=True):
+            average.lerp_(p, 0.1)
+        t.notes += [float(one.sum()) for one in t.average]
+
+
+STEPS: dict[str, Step] = {
+    one.__name__: one
+    for one in (
+        reads_parameters_and_gradients, reads_on_one_rank, penalty_on_weights, penalty_on_one_rank, changes_gradients,
+        changes_parameters, functions_of_its_own, averages,
+    )
+}  # fmt: skip
+
+
+def training() -> Training:
+    torch.manual_seed(0)
+    return Training()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def beside_ddp(name: str, strategy: Strategy) -> list[str]:
+    """Calls beside eager DistributedDataParallel: what differs."""
+    ours, theirs = training(), training()
+    theirs.model = DistributedDataParallel(theirs.net)
+    step = ws.compile(STEPS[name], strategy=strategy, backend="eager")
+    faults = []
+    for call in range(CALLS):
+        torch.manual_seed(10 * call + dist.get_rank())
+        x, y = torch.randn(6, 6), torch.randn(6, 3)
+        step(ours, x, y)
+        STEPS[name](theirs, x, y)
+        if not torch.allclose(torch.tensor(ours.notes), torch.tensor(theirs.notes), rtol=TOLERANCE, atol=TOLERANCE):
+            faults.append(f"call {call}: {ours.notes} for {theirs.notes}")
+    for (fqn, want), came in zip(theirs.net.named_parameters(), ours.net.parameters(), strict=True):
+        assert isinstance(came, DTensor) == (came.dim() > 0)
+        if not torch.allclose(want, whole(came), rtol=TOLERANCE, atol=TOLERANCE):
+            faults.append(fqn)
+    assert step.explain().live is not None
+    return faults
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_python_sees_whole_tensors(pool2: Any, name: str) -> None:
+    assert pool2.run(beside_ddp, name, ws.FSDP()) == [[], []]
+
+
+def gradient_of_one_rank() -> str:
+    mine = training()
+
+    def step(x: Tensor, y: Tensor) -> None:
+        if mine.loss(x, y).item() > 0 and dist.get_rank() == 0:
+            mine.notes.append(float(mine.net.first.weight.grad.norm()))  # type: ignore[union-attr]
+
+    mine.net.first.weight.grad = torch.ones(9, 6) if dist.get_rank() == 0 else None
+    try:
+        ws.compile(step, strategy=ws.FSDP(), backend="eager")(torch.randn(2, 6), torch.randn(2, 3))
+    except ws.RankMismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_a_gradient_that_one_rank_alone_has_is_an_error_on_both(pool2: Any) -> None:
+    for text in pool2.run(gradient_of_one_rank):
+        assert "Rank 0 reads the gradient of " in text
+        assert "first.weight at test_live_shards.py" in text
+
+
+def kinds_of_a_wrapped_step() -> set[str]:
+    """What Python sees of the gradients of a module that its user has given to fully_shard."""
+    net, seen = Net().first, []
+    fully_shard(net, mesh=ws.init().mesh)
+
+    def step(x: Tensor) -> None:
+        net(x).square().mean().backward()
+        seen.append(type(net.weight.grad.abs()).__name__)  # type: ignore[union-attr]
+
+    compiled = ws.compile(step, backend="eager")
+    for _ in range(2):
+        compiled(torch.randn(2, 6))
+    return set(seen)
+
+
+def test_who_has_sharded_a_module_sees_what_torch_gives(pool2: Any) -> None:
+    assert pool2.run(kinds_of_a_wrapped_step) == [{"DTensor"}] * 2
