@@ -74,7 +74,7 @@ CAPTURE_MUTATIONS = (
         name="gradients_of_arguments_not_compared",
         what="a graph that was captured with an argument without gradient runs for one with a gradient",
         file="capture/guards/argument_guards.py",
-        old="            if isinstance(now, torch.Tensor) and now.is_leaf and now.grad is not None:",
+        old="            if isinstance(now, torch.Tensor) and is_leaf(now) and now.grad is not None:",
         new="            if False:",
         tests=(GRADIENTS,),
     ),

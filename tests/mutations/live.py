@@ -327,7 +327,7 @@ LIVE_MUTATIONS = (
         name="frozen_tensors_keep_gradients",
         what="a loose tensor that was frozen keeps a gradient that the step clears",
         file="capture/reach/train_state.py",
-        old="        if tensor.is_leaf and (tensor.requires_grad or tensor.grad is not None):",
+        old="        if is_leaf(tensor) and (tensor.requires_grad or tensor.grad is not None):",
         new="        if tensor.is_leaf and tensor.requires_grad:",
         tests=(
             "tests/unit/capture/reach/test_train_state.py::"
@@ -483,9 +483,9 @@ LIVE_MUTATIONS = (
     Mutation(
         name="graphs_of_views_asked_for",
         what="a view made without gradients, whose memory was written to, is asked for its graph",
-        file="live/recording/gradient_node.py",
-        old="    except RuntimeError:",
-        new="    except ZeroDivisionError:",
+        file="util/gradient_node.py",
+        old="        return tensor.grad_fn\n    except RuntimeError:",
+        new="        return tensor.grad_fn\n    except ZeroDivisionError:",
         tests=(f"{GRAPHS}::test_a_row_of_a_weight_that_is_written_without_gradients",),
     ),
 )

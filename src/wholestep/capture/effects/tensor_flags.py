@@ -16,6 +16,7 @@ from torch import Tensor
 from wholestep.capture.python.code_lines import user_of
 from wholestep.capture.reach.train_state import Slot
 from wholestep.errors import CaptureError
+from wholestep.util.gradient_node import is_leaf
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -26,13 +27,13 @@ class TensorFlags:
     def __init__(self, slots: Sequence[Slot], codes: Sequence[CodeType]) -> None:
         """`codes`: of the step, in which an error names a line."""
         self._codes = codes
-        self._needs_grad = [(slot, slot.tensor.requires_grad) for slot in slots if slot.tensor.is_leaf]
+        self._needs_grad = [(slot, slot.tensor.requires_grad) for slot in slots if is_leaf(slot.tensor)]
         self._hooks = [(slot, key, _items(slot.tensor, key)) for slot in slots for key in _HOOKS]
 
     def check(self) -> None:
         """In the trace, at its end: raises CaptureError for what is another one."""
         for slot, then in self._needs_grad:
-            if slot.tensor.is_leaf and slot.tensor.requires_grad is not then:
+            if is_leaf(slot.tensor) and slot.tensor.requires_grad is not then:
                 raise CaptureError(
                     f"The step sets requires_grad of {slot.name} to {not then}{self._line('requires_grad')} and leaves "
                     f"it so, which no graph would do. Do it outside the step, or set it back at its end."

@@ -15,6 +15,7 @@ from wholestep.capture.python import tree_util
 from wholestep.capture.python.snapshot import same
 from wholestep.capture.reach.arguments import ArgumentPath, leaf_of, path_text
 from wholestep.capture.scalars.varying_numbers import VaryingValue
+from wholestep.util.gradient_node import is_leaf
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ class ArgumentGradientGuard(Guard):
     def why_not(self, call: Call) -> str | None:
         for index in self.leaves:
             now = call.leaves[index]
-            if isinstance(now, torch.Tensor) and now.is_leaf and now.grad is not None:
+            if isinstance(now, torch.Tensor) and is_leaf(now) and now.grad is not None:
                 return f"argument {index} had no gradient before the call, now it has one"
         return None
 

@@ -19,6 +19,7 @@ from wholestep.capture.python.snapshot import Snapshot
 from wholestep.capture.python.tracing_thread import CAPTURING
 from wholestep.ir.dtensor.shards import SLOTS
 from wholestep.ir.ops.dispatch_guard import without_autocast
+from wholestep.util.gradient_node import is_leaf
 
 __all__ = ["PARAMETER", "STATE", "VERSIONED", "WITHOUT_GRADIENT", "WITH_GRADIENT"]  # named here for the guards
 
@@ -70,7 +71,7 @@ def have_gradients(tensors: tuple[torch.Tensor, ...]) -> list[bool]:
     """Of each tensor whether it has a gradient. Tensors that are no leaves of a graph have none."""
     module = build.module()
     if module is None:
-        return [one.is_leaf and one.grad is not None for one in tensors]
+        return [is_leaf(one) and one.grad is not None for one in tensors]
     found: list[bool] = module.have_gradients(tensors)
     return found
 

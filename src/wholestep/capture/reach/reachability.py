@@ -50,6 +50,7 @@ from wholestep.capture.reach.unwrap_compiled import is_compiled
 from wholestep.capture.reach.watched_names import HiddenThings, WatchedNames, behind_proxy
 from wholestep.capture.scalars import hyperparameters
 from wholestep.capture.wrappers import ddp, fully_shard_settings
+from wholestep.util.gradient_node import is_leaf
 
 log = logging.getLogger("wholestep")
 
@@ -308,7 +309,7 @@ class Walker:
         for key, item in list(vars(tensor).items()):
             self.visit(f"{name}.{key}", item, depth + 1)
         self.visit_hooks(f"hook of {name}", tensor._backward_hooks, depth)
-        if tensor.is_leaf:
+        if is_leaf(tensor):
             self.visit_hooks(f"hook of {name}", tensor._post_accumulate_grad_hooks, depth)
 
     def visit_hooks(self, name: str, hooks: Any, depth: int = 0) -> None:

@@ -22,6 +22,7 @@ from wholestep.capture.reach.reachable import Reachable
 from wholestep.errors import CaptureError, HyperparameterError
 from wholestep.ir.dtensor.shards import is_dtensor
 from wholestep.ir.program import InputKind
+from wholestep.util.gradient_node import is_leaf
 
 
 @dataclass(slots=True)
@@ -123,7 +124,7 @@ def collect(found: Reachable) -> TrainState:
                 state.add(InputKind.PARAM, loose[0] if loose else f"{name}.params.{g}.{i}", param)
     _refuse_lazy(state)
     for name, tensor in found.tensors.values():
-        if tensor.is_leaf and (tensor.requires_grad or tensor.grad is not None):  # frozen, it may still have one
+        if is_leaf(tensor) and (tensor.requires_grad or tensor.grad is not None):  # frozen, it may still have one
             state.add(InputKind.PARAM, name, tensor)
     for name, opt in state.optimizers:
         _add_optimizer(state, name, opt)

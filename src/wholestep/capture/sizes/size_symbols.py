@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from wholestep.capture.python import user_frame
 from wholestep.ir.sizes import Size, Sizes, Stride
+from wholestep.util.gradient_node import is_leaf
 from wholestep.util.lazy_import import lazy_import
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class SizeEnv(ShapeEnv):
 def may_move(tensor: torch.Tensor) -> bool:
     """Whether dims of a tensor may be symbols: a plain one, which no computation outside of the step has made."""
     return (
-        type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.grad_fn is None
+        type(tensor) is torch.Tensor and tensor.layout is torch.strided and is_leaf(tensor)
         and not tensor.is_conj() and not tensor.is_neg()
     )  # fmt: skip
 

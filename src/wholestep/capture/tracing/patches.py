@@ -43,6 +43,7 @@ from wholestep.capture.wrappers.fully_shard_hooks import silent_hooks
 from wholestep.capture.wrappers.sync_batch_norm import graph_batch_norms
 from wholestep.errors import CaptureError
 from wholestep.ir.ops.rng_state import traced_generator
+from wholestep.util.gradient_node import is_leaf
 
 _optimizer_module = sys.modules[torch.optim.Optimizer.__module__]  # torch.optim hides its module of that name
 
@@ -206,7 +207,7 @@ def _of_own_tensors(context: StepContext) -> Callable[[torch.Tensor], None]:
     retain: Callable[[torch.Tensor], None] = torch.Tensor.retain_grad
 
     def checked(tensor: torch.Tensor) -> None:
-        if id(tensor) in outside and not tensor.is_leaf:
+        if id(tensor) in outside and not is_leaf(tensor):
             raise CaptureError(
                 f"The step has a {list(tensor.shape)} that was computed outside of it keep its gradient "
                 f"(retain_grad), at {current_line()}. Call it where the tensor is computed."

@@ -39,6 +39,7 @@ from wholestep.ir.dtensor.shards import is_dtensor
 from wholestep.ir.dtensor.whole_fake import whole_fake
 from wholestep.ir.lazy_graph_module import unwritten
 from wholestep.ir.program import InputKind
+from wholestep.util.gradient_node import askable, is_leaf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +122,7 @@ class Tracer:
         """Traces `step`. Raises CaptureError with the user's line; the user's objects are as before in any case."""
         recorders, recorded = self._recorders, list[_Recorded]()
         entry_grads = [(s, s.tensor.grad) for s in self._state.params if s.tensor.grad is not None]
-        argument_grads = [(one, one.grad) for one in self._context.user if one.is_leaf]
+        argument_grads = [(one, one.grad) for one in self._context.user if is_leaf(one)]
         recorders.had_grads = {id(one): grad is not None for one, grad in argument_grads}
         fakes = self._make_fakes()
         for slot, _ in entry_grads:
@@ -178,7 +179,7 @@ class Tracer:
                 elif grad is not None:
                     by_id[id(slot.tensor)].grad = None
             for real in self._context.user:
-                if real.is_leaf:
+                if is_leaf(real):
                     by_id[id(real)].grad = None  # an argument's gradient is no input
             self._outside = self._leaves_outside(fakes)
         finally:
@@ -189,9 +190,9 @@ class Tracer:
         mode, moving = self._recorders.mode, self._context.moving
         if dims := moving.get(id(row.tensor)):
             return self._recorders.sizes.fake(mode, row.tensor, row.name, dims)
-        return (
-            whole_fake(mode, row.tensor) if is_dtensor(row.tensor) else mode.from_tensor(row.tensor, static_shapes=True)
-        )
+        if is_dtensor(row.tensor):
+            return whole_fake(mode, row.tensor)
+        return mode.from_tensor(askable(row.tensor), static_shapes=True)
 
     def _leaves_outside(self, fakes: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
         known = set(map(id, fakes))
@@ -279,7 +280,7 @@ class Tracer:
     def _gradients(self) -> tuple[dict[int, torch.Tensor], set[int]]:
         """Slots of parameters with their new gradients, and slots of those that kept the one they had."""
         for number, argument in enumerate(self._context.user):
-            if argument.is_leaf and argument.grad is not None:
+            if is_leaf(argument) and argument.grad is not None:
                 raise CaptureError(
                     f"The backward leaves a gradient on tensor {number} of the arguments, a {list(argument.shape)}, "
                     f"which is another tensor at every call. Take it with torch.autograd.grad and return it."

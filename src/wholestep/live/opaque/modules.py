@@ -32,8 +32,8 @@ from wholestep.capture.python.snapshot import Snapshot
 from wholestep.capture.reach.arguments import ArgumentSize
 from wholestep.capture.reach.traced_inputs import StateSource
 from wholestep.errors import CaptureError, WholestepError
-from wholestep.live.recording.gradient_node import is_leaf
 from wholestep.live.sizes.module_sizes import Layout, ModuleSizes
+from wholestep.util.gradient_node import askable, is_leaf
 
 log = logging.getLogger("wholestep.live")
 
@@ -222,8 +222,7 @@ def _why_not_worth(module: nn.Module) -> str:
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor for a capture, which wants no graph from before."""
-    is_plain = is_leaf(tensor) and not tensor._is_view()
-    return tensor if is_plain else tensor.detach().requires_grad_(tensor.requires_grad)
+    return askable(tensor) if is_leaf(tensor) else tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _why_open(module: nn.Module, captured: Captured) -> str:

@@ -15,13 +15,13 @@ from torch.utils import _pytree as pytree
 from wholestep.live.opaque.modules import OpaqueModule
 from wholestep.live.pieces.tensors import TensorTable
 from wholestep.live.recording.freed_graphs import freed_graphs
-from wholestep.live.recording.gradient_node import gradient_node, is_leaf
 from wholestep.live.recording.handle import Handle
 from wholestep.live.recording.observer import Observer
 from wholestep.live.recording.path import BACKWARDS
 from wholestep.live.recording.record import Key, Operand, OutputMeta, Record, Value, is_constant, name_of
 from wholestep.live.recording.snapshot import OptimizerSnapshot
 from wholestep.live.recording.structure import LEAF, Structure, flatten
+from wholestep.util.gradient_node import gradient_node, is_leaf
 
 
 def execute(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

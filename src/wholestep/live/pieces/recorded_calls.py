@@ -12,13 +12,13 @@ from wholestep.capture.python.user_frame import current_line
 from wholestep.live.opaque.modules import OpaqueModule
 from wholestep.live.pieces.observation import execute, flat_result
 from wholestep.live.pieces.tensors import TensorTable
-from wholestep.live.recording.gradient_node import gradient_node
 from wholestep.live.recording.handle import fulfil
 from wholestep.live.recording.modes import block_of, casts_kept, under
 from wholestep.live.recording.path import Path, asked_grads
 from wholestep.live.recording.record import EXTERNAL, NUMBER, VALUE, Operand, Read, Record, Value
 from wholestep.live.recording.snapshot import AsRecorded, OptimizerSnapshot, as_recorded
 from wholestep.live.recording.structure import unflatten
+from wholestep.util.gradient_node import gradient_node
 
 _NOT_HELD = object()
 """In the place of an operand that nobody holds."""

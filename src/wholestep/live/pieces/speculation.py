@@ -16,9 +16,9 @@ import torch
 from wholestep.live.opaque.modules import OpaqueModule
 from wholestep.live.pieces.forward import Before
 from wholestep.live.pieces.tensors import TensorTable
-from wholestep.live.recording.gradient_node import is_leaf
 from wholestep.live.recording.path import BACKWARDS, Path
 from wholestep.live.recording.record import CONSTANT, EXTERNAL, NUMBER, VALUE, Record, Value, name_of
+from wholestep.util.gradient_node import is_leaf
 
 
 @dataclass(frozen=True, slots=True)

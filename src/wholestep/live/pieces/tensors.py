@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from wholestep.capture.guards.fast_guards import have_gradients
 from wholestep.live.opaque.modules import OpaqueModule
 from wholestep.live.recording.fast_match import BLOCK, FastRecord
-from wholestep.live.recording.gradient_node import gradient_node, is_leaf
 from wholestep.live.recording.handle import Handle
 from wholestep.live.recording.path import Path
 from wholestep.live.recording.record import (
@@ -30,6 +29,7 @@ from wholestep.live.recording.record import (
     Value,
     is_number,
 )
+from wholestep.util.gradient_node import gradient_node, is_leaf
 
 
 class TensorTable:

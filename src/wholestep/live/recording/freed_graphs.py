@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from wholestep.live.recording.gradient_node import gradient_node
+from wholestep.util.gradient_node import gradient_node
 
 Name = TypeVar("Name", bound=Hashable)
 

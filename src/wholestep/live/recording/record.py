@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from wholestep.live.recording.gradient_node import gradient_node
 from wholestep.live.recording.modes import Modes
 from wholestep.live.recording.structure import Structure
+from wholestep.util.gradient_node import gradient_node
 
 Value = tuple[int, int]
 """One result of a recorded call: the number of the record, and which of its outputs."""

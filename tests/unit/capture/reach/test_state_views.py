@@ -125,3 +125,26 @@ def test_the_graph_gives_nothing_that_the_state_shows() -> None:
     _, step = make(VIEWS["both"], at_first=False, backend="eager", fullgraph=True)
     step(X)
     assert [one.name for one in step.program().outputs if one.kind.value == "user"] == ["result.0"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("passed", [False, True])
+def test_a_view_that_torch_gives_no_graph_is_a_tensor_like_any_other(passed: bool) -> None:
+    """Made without gradients, of memory that was written to since: torch raises an error for its `grad_fn`."""
+    found = []
+    for options in ({}, {"backend": "eager", "fullgraph": True}):
+        torch.manual_seed(0)
+        model = Model()
+        with torch.no_grad():
+            row = model.last.weight[0]
+            row.mul_(0.5)
+
+        def step(x: Tensor, *given: Tensor, model: Model = model, row: Tensor = row) -> Tensor:
+            with torch.no_grad():
+                scale = (given[0] if given else row).sum()
+            loss = model(x).square().mean() * (1 + scale.square())
+            backward_and_step(loss, model.opt)
+            return loss.detach()
+
+        compiled = ws.compile(step, **options) if options else step  # type: ignore[arg-type]
+        found.append([compiled(X, *([row] if passed else [])) for _ in range(3)] + [model.last.weight.detach(), row])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
