@@ -163,6 +163,12 @@ def decay(param: Tensor) -> None:
         param.mul_(0.99)
 
 
+def clamped_row(weight: Tensor, most: float) -> Tensor:
+    """Writes to a view of a weight, and gives what it is then."""
+    with torch.no_grad():
+        return weight[0].clamp_(-most, most).clone()
+
+
 def scale_grads(params: Iterable[Tensor], factor: float) -> None:
     """In place, those that are there."""
     for param in params:

@@ -202,4 +202,12 @@ SHARDING_MUTATIONS = (
         new="                if False:",
         tests=(f"{LIVE}[changes_gradients]",),
     ),
+    Mutation(
+        name="live_gradients_reduced_over_one_axis",
+        what="on a mesh of two axes a live step reduces gradients of whole parameters over one of them",
+        file="live/peers.py",
+        old="            all_reduced(flat, dist.ReduceOp.SUM, self._axes)",
+        new="            all_reduced(flat, dist.ReduceOp.SUM, self._axes[:1])",
+        tests=("tests/ranks/sharding/test_live_steps.py::test_a_step_on_a_mesh_of_two_axes_is_not_refused[zero1-0]",),
+    ),
 )

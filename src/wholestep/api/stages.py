@@ -253,8 +253,8 @@ class Stages:
         Peers.check(strategy)
         self.rendezvous.agree(f"{self.name} is live", lambda: "", world)
         nccl_connect.wait()
-        live, note = live_strategy(self.step, args, kwargs, strategy, axes), live_note(strategy)
-        peers = Peers(self.step, live, axes[0], world, note=note, has_plain_code=self.wrapped is None)
+        live, note = live_strategy(self.step, args, kwargs, strategy), live_note(strategy, axes)
+        peers = Peers(self.step, live, axes, world, note=note, has_plain_code=self.wrapped is None)
         if peers.note:
             log.warning("%s is live. %s", self.name, peers.note)
         return peers

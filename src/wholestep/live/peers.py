@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -33,10 +34,9 @@ from wholestep.capture.wrappers.fully_shard_hooks import before_forwards
 from wholestep.config import DDP, FSDP, CastCompress, Strategy
 from wholestep.errors import CaptureError, RankMismatchError
 from wholestep.ir.dtensor.shards import is_sharded
-from wholestep.ir.ops.collectives import group_named
 from wholestep.ir.program import InputKind, MeshAxis
-from wholestep.live.sharded_parameters import ShardedParameters, from_all_ranks
-from wholestep.runtime.buffer_sync import broadcast_tensors
+from wholestep.live.sharded_parameters import ShardedParameters, all_reduced, from_all_ranks
+from wholestep.runtime.buffer_sync import broadcast_over
 from wholestep.runtime.distributed.failure_report import named_failures
 from wholestep.runtime.distributed.world import World
 
@@ -66,10 +66,11 @@ class Peers:
     """The other ranks of a live step."""
 
     def __init__(
-        self, step: Callable[..., Any], strategy: Strategy, axis: MeshAxis, world: World,
+        self, step: Callable[..., Any], strategy: Strategy, axes: tuple[MeshAxis, ...], world: World,
         *, note: str = "", has_plain_code: bool = True,
     ) -> None:  # fmt: skip
-        """`strategy`: as `live_strategy` gives it. Parameters that it shards are left to the hooks of torch.
+        """`strategy`: as `live_strategy` gives it. Parameters that it shards are left to the hooks of torch. `axes`: of
+        the mesh, as `data_axes` gives them.
 
         `note`: what a reader should know of the strategy in a live step. `has_plain_code`: the step was written for
         whole tensors, and not for modules that its user has sharded.
@@ -78,9 +79,9 @@ class Peers:
         self.computes_whole = isinstance(strategy, FSDP) and has_plain_code
         """Whether Python computes with whole tensors in the place of shards."""
         self.note = note
-        self._step, self._axis, self._world = step, axis, world
+        self._step, self._axes, self._world = step, axes, world
         self._wire = strategy.compress if isinstance(strategy, DDP) else None
-        self._group = group_named(axis.group)
+        self._num_ranks = math.prod(axis.size for axis in axes)
         self._state = TrainState()
         self._call_name: Callable[[], str] = lambda: ""
         self._is_equal = not strategy.sync_at_start
@@ -88,7 +89,7 @@ class Peers:
         """Of the piece that all ranks run now: the number of the meeting at which it is compiled."""
         self._parted: RankMismatchError | None = None
         """What was raised in this call, of which the other ranks know: they come to no other meeting of it."""
-        self.shards = ShardedParameters(axis)
+        self.shards = ShardedParameters(axes)
         self._found: torch.Tensor | None = None
         """The whole tensor that this rank has asked for."""
 
@@ -101,8 +102,9 @@ class Peers:
 
     @property
     def runs_pieces(self) -> bool:
-        """Whether recorded calls may run as graphs; not where hooks of torch gather parameters between them."""
-        return isinstance(self.strategy, DDP)
+        """Whether recorded calls may run as graphs; not where hooks of torch gather parameters between them, or on a
+        mesh of two axes."""
+        return isinstance(self.strategy, DDP) and len(self._axes) == 1
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], call_name: str) -> None:
         """The start of a call: finds parameters and buffers, and makes equal what the strategy wants equal."""
@@ -114,7 +116,7 @@ class Peers:
         tensors = [slot.tensor for slot in self._state.of_kind(*kinds) if not is_sharded(slot.tensor)]
         if tensors:
             with self._failures_named():
-                broadcast_tensors(tensors, self._axis)
+                broadcast_over(tensors, self._axes)
         self._is_equal = True
 
     def meet(self, event: Event) -> bool:
@@ -142,7 +144,7 @@ class Peers:
             if len(set(events)) == 1:
                 if event.kind == RUNS_PIECE:
                     is_same = event.made > 0 and len({one.made for one in events}) == 1
-                    self.made = event.made if is_same else next(_meetings[self._axis.group])
+                    self.made = event.made if is_same else next(_meetings[self._axes[0].group])
                 return True
             if any(one.kind in (ENDS, RUNS_FORWARD, RUNS_ON_SHARDS) for one in events):
                 self._parted = RankMismatchError(self._mismatch(events, lines))
@@ -210,7 +212,7 @@ class Peers:
         kinds += self.shards.has_gradient if self.computes_whole else []
         with torch.no_grad(), self._failures_named():
             anywhere = torch.tensor(kinds, dtype=torch.int32, device=self._world.device)
-            dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self._group)
+            all_reduced(anywhere, dist.ReduceOp.MAX, self._axes)
             found = [(param, kind) for param, kind in zip(params, anywhere.tolist(), strict=False) if kind]
             self.shards.reduce(anywhere.tolist()[len(params) :], self._reduce)
             for param, kind in found:
@@ -251,8 +253,8 @@ class Peers:
             flat = torch.cat([grad.detach().reshape(-1) for grad in same])
             flat = flat.to(wire.dtype) if isinstance(wire, CastCompress) else flat
             if self.strategy.reduce == "mean":
-                flat.mul_(1.0 / self._axis.size)
-            dist.all_reduce(flat, group=self._group)
+                flat.mul_(1.0 / self._num_ranks)
+            all_reduced(flat, dist.ReduceOp.SUM, self._axes)
             parts = flat.to(dtype).split([grad.numel() for grad in same])
             for grad, part in zip(same, parts, strict=True):
                 grad.detach().copy_(part.view(grad.shape))
@@ -262,14 +264,14 @@ class Peers:
         own = grad.coalesce()
         indices, values = own.indices().t(), own.values()
         if self.strategy.reduce == "mean":
-            values = values * (1.0 / self._axis.size)
-        counts = from_all_ranks(torch.tensor([len(values)], device=grad.device), self._axis)
+            values = values * (1.0 / self._num_ranks)
+        counts = from_all_ranks(torch.tensor([len(values)], device=grad.device), self._axes)
         parts = []
         for rows in (indices, values):
             padded = rows.new_zeros((int(max(counts)), *rows.shape[1:]))
             padded[: len(rows)] = rows
             parts.append(
-                torch.cat([one[: int(n)] for one, n in zip(from_all_ranks(padded, self._axis), counts, strict=True)])
+                torch.cat([one[: int(n)] for one, n in zip(from_all_ranks(padded, self._axes), counts, strict=True)])
             )
         grad.copy_(torch.sparse_coo_tensor(parts[0].t(), parts[1], grad.shape, check_invariants=False).coalesce())
 
@@ -278,7 +280,7 @@ class Peers:
         numbers = [event.kind, event.what, event.made, *line]
         mine = torch.tensor(numbers, dtype=torch.int64, device=self._world.device)
         with self._failures_named():
-            rows = torch.stack(from_all_ranks(mine, self._axis)).tolist()
+            rows = torch.stack(from_all_ranks(mine, self._axes)).tolist()
         return [Event(*row[:3]) for row in rows], [bytes(row[3:]).decode(errors="replace").strip() for row in rows]
 
     def _mismatch(self, events: list[Event], lines: list[str]) -> str:

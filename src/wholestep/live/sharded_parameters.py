@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,19 +18,32 @@ from wholestep.ir.ops.collectives import group_named
 from wholestep.ir.program import MeshAxis
 
 
-def from_all_ranks(mine: torch.Tensor, axis: MeshAxis) -> list[torch.Tensor]:
-    """What each rank of an axis has, in their order. Tensors of one shape and dtype."""
-    theirs = [torch.empty_like(mine) for _ in range(axis.size)]
-    dist.all_gather(theirs, mine, group=group_named(axis.group))
-    return theirs
+def from_all_ranks(mine: torch.Tensor, axes: Iterable[MeshAxis]) -> list[torch.Tensor]:
+    """What each rank of a mesh has, in the order of their numbers. Tensors of one shape and dtype.
+
+    `axes`: those of the mesh, the last one first, as `data_axes` gives them.
+    """
+    found = mine[None]
+    for axis in axes:
+        theirs = [torch.empty_like(found) for _ in range(axis.size)]
+        dist.all_gather(theirs, found, group=group_named(axis.group))
+        found = torch.cat(theirs)
+    return list(found.unbind())
+
+
+def all_reduced(tensor: torch.Tensor, op: Any, axes: Iterable[MeshAxis]) -> torch.Tensor:
+    """A tensor reduced over all ranks of a mesh, in place."""
+    for axis in axes:
+        dist.all_reduce(tensor, op, group=group_named(axis.group))
+    return tensor
 
 
 class ShardedParameters:
     """Those of one live step. Tensors are known to all ranks by number: two for each parameter, it and its gradient."""
 
-    def __init__(self, axis: MeshAxis) -> None:
-        """`axis`: over whose ranks parameters are cut."""
-        self._axis = axis
+    def __init__(self, axes: tuple[MeshAxis, ...]) -> None:
+        """`axes`: of the mesh. Parameters are cut over the ranks of the first one."""
+        self._axes = axes
         self._params: list[Slot] = []
         self._unreduced: dict[int, torch.Tensor] = {}
         """By place of the parameter the gradients that whole tensors got in a backward, which are this rank's alone."""
@@ -57,12 +71,11 @@ class ShardedParameters:
         param = self._params[number // 2].tensor
         held = param.grad if number % 2 else param
         has = torch.tensor([is_dtensor(held)], dtype=torch.int32, device=param.device)
-        dist.all_reduce(has, dist.ReduceOp.MIN, group=group_named(self._axis.group))
-        if not has.item() or not is_dtensor(held):
+        if not all_reduced(has, dist.ReduceOp.MIN, self._axes).item() or not is_dtensor(held):
             return None
         if (spec := shard_spec(held)) is None:
             return held._local_tensor.detach().clone()
-        parts = from_all_ranks(padded_shard(held).contiguous(), self._axis)
+        parts = from_all_ranks(padded_shard(held).contiguous(), self._axes[:1])
         return torch.cat(parts, spec.dim).narrow(spec.dim, 0, held.shape[spec.dim]).contiguous()
 
     @contextmanager

@@ -23,7 +23,7 @@ APART = {"gradient_edited_by_hand"}
 """Cases in which each rank adds random numbers of its own to reduced gradients: under DistributedDataParallel the
 parameters drift apart, and sharded ones cannot."""
 
-NAMES = [name for name, case in CASES.items() if case.ranks and not case.live and name not in APART]
+NAMES = [name for name, case in CASES.items() if case.ranks and name not in APART]
 
 pytestmark = pytest.mark.ranks
 

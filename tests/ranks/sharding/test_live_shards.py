@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
-from wholestep.config import Strategy
 
 pytestmark = pytest.mark.ranks
 
@@ -169,11 +169,11 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def beside_ddp(name: str, strategy: Strategy) -> list[str]:
+def beside_ddp(name: str, mesh: Any = None) -> list[str]:
     """Calls beside eager DistributedDataParallel: what differs."""
     ours, theirs = training(), training()
     theirs.model = DistributedDataParallel(theirs.net)
-    step = ws.compile(STEPS[name], strategy=strategy, backend="eager")
+    step = ws.compile(STEPS[name], strategy=ws.FSDP(), mesh=mesh, backend="eager")
     faults = []
     for call in range(CALLS):
         torch.manual_seed(10 * call + dist.get_rank())
@@ -192,7 +192,16 @@ def beside_ddp(name: str, strategy: Strategy) -> list[str]:
 
 @pytest.mark.parametrize("name", STEPS)
 def test_python_sees_whole_tensors(pool2: Any, name: str) -> None:
-    assert pool2.run(beside_ddp, name, ws.FSDP()) == [[], []]
+    assert pool2.run(beside_ddp, name) == [[], []]
+
+
+def on_two_axes(name: str) -> list[str]:
+    return beside_ddp(name, init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")))
+
+
+@pytest.mark.parametrize("name", ["reads_on_one_rank", "penalty_on_one_rank", "changes_gradients"])
+def test_python_sees_whole_tensors_on_a_mesh_of_two_axes(pool4: Any, name: str) -> None:
+    assert pool4.run(on_two_axes, name) == [[]] * 4
 
 
 def gradient_of_one_rank() -> str:

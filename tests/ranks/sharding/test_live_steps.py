@@ -61,12 +61,13 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def beside_ddp(strategy: str, first_live: int) -> tuple[list[str], str]:
+def beside_ddp(strategy: str, first_live: int, *, two_axes: bool = False) -> tuple[list[str], str]:
     """Five calls, live from one of them on; what differs from eager code, and the explanation."""
     model, opt = things()
     reference, reference_opt = things()
     wrapped = DistributedDataParallel(reference)
-    step = ws.compile(train, strategy=STRATEGIES[strategy], backend="eager")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")) if two_axes else None
+    step = ws.compile(train, strategy=STRATEGIES[strategy], mesh=mesh, backend="eager")
     faults = []
     for call in range(5):
         torch.manual_seed(10 * call + dist.get_rank())
@@ -95,16 +96,12 @@ def test_a_step_that_reads_values_is_not_refused(pool2: Any, strategy: str, firs
 
 def refusal(what: str) -> str:
     model, opt = things()
-    mesh: Any = None
     strategy: Strategy = ws.FSDP()
     if what == "sum":
         strategy = ws.FSDP(reduce="sum")
     elif what == "hook":
         model.layers[0].weight.register_hook(lambda grad: grad * 2)  # type: ignore[index,union-attr,operator]
-    elif what in ("fsdp on a mesh", "zero on a mesh"):
-        strategy = ws.ZeRO() if what.startswith("zero") else ws.FSDP()
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-    step = ws.compile(train, strategy=strategy, mesh=mesh, backend="eager")
+    step = ws.compile(train, strategy=strategy, backend="eager")
     try:
         step(model, opt, torch.randn(6, 4), torch.randn(6, 3), [])
     except ws.CaptureError as error:
@@ -119,11 +116,33 @@ def test_what_the_hooks_of_torch_do_otherwise_is_refused(pool2: Any, what: str, 
         assert cause in text
 
 
-@pytest.mark.parametrize("what", ["fsdp on a mesh", "zero on a mesh"])
-def test_a_mesh_of_two_axes_is_refused(pool4: Any, what: str) -> None:
-    """Gradients of whole parameters would be reduced over one of them alone."""
-    for text in pool4.run(refusal, what):
-        assert "this mesh has two" in text
+def on_two_axes(strategy: str, first_live: int) -> tuple[list[str], str]:
+    return beside_ddp(strategy, first_live, two_axes=True)
+
+
+@pytest.mark.parametrize(("strategy", "first_live"), [("keep", 0), ("zero1", 0), ("again", 2), ("zero2", 2)])
+def test_a_step_on_a_mesh_of_two_axes_is_not_refused(pool4: Any, strategy: str, first_live: int) -> None:
+    """All ranks meet, and gradients of whole parameters are reduced over both axes."""
+    for faults, explanation in pool4.run(on_two_axes, strategy, first_live):
+        assert faults == []
+        assert "runs as eager code" in " ".join(explanation.split())
+
+
+def one_of_four_skips() -> str:
+    model, opt = things()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    step = ws.compile(skipping, strategy=ws.FSDP(), mesh=mesh, backend="eager")
+    try:
+        step(model, opt, torch.randn(6, 4) + 100 * (dist.get_rank() == 2), torch.randn(6, 3))
+    except ws.RankMismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_of_a_mesh_are_named_by_their_numbers(pool4: Any) -> None:
+    for text in pool4.run(one_of_four_skips):
+        assert "rank 2 ends its call" in text
+        assert text.count("runs a forward") == 3
 
 
 def one_rank_skips() -> str:

@@ -22,18 +22,14 @@ from wholestep.ir.program import MeshAxis
 
 
 def live_strategy(
-    step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], strategy: Strategy,
-    axes: tuple[MeshAxis, ...],
-) -> Strategy:  # fmt: skip
+    step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], strategy: Strategy
+) -> Strategy:
     """The strategy under which a step runs live. Every rank has to come: ZeRO gathers state.
 
-    Raises CaptureError for a mesh of two axes, and for what the hooks of ``fully_shard`` would do otherwise than a
-    graph.
+    Raises CaptureError for what the hooks of ``fully_shard`` would do otherwise than a graph.
     """
     if isinstance(strategy, DDP):
         return strategy
-    if len(axes) > 1:
-        raise CaptureError("A live step meets, reduces and broadcasts over one mesh axis, and this mesh has two.")
     found = find_reachable(step, args, kwargs)
     if isinstance(strategy, FSDP):
         _check(found, strategy)
@@ -42,11 +38,13 @@ def live_strategy(
     return DDP(**{field.name: getattr(strategy, field.name) for field in fields(DataParallelOptions)})
 
 
-def live_note(strategy: Strategy) -> str:
-    """What a user should know of a strategy in a live step."""
+def live_note(strategy: Strategy, axes: tuple[MeshAxis, ...]) -> str:
+    """What a user should know of a strategy in a live step on a mesh with these axes."""
     if isinstance(strategy, FSDP):
         return "FSDP gathers parameters by the hooks of fully_shard: the step runs as eager code, nothing is compiled."
-    return "ZeRO keeps optimizer state whole on every rank, as DDP does." if isinstance(strategy, ZeRO) else ""
+    is_eager = " On a mesh of two axes the step runs as eager code." if len(axes) > 1 else ""
+    whole = "ZeRO keeps optimizer state whole on every rank, as DDP does."
+    return f"{whole}{is_eager}" if isinstance(strategy, ZeRO) else ""
 
 
 def _check(found: Reachable, strategy: FSDP) -> None:
