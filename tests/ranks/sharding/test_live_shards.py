@@ -242,3 +242,33 @@ def kinds_of_a_wrapped_step() -> set[str]:
 
 def test_who_has_sharded_a_module_sees_what_torch_gives(pool2: Any) -> None:
     assert pool2.run(kinds_of_a_wrapped_step) == [{"DTensor"}] * 2
+
+
+def recovers() -> list[str]:
+    """A forward that raises an error, in a trace and in a live call, and the calls behind it; what differs from DDP."""
+    ours, theirs = training(), training()
+    theirs.model = DistributedDataParallel(theirs.net)
+    caught: list[int] = []
+
+    def step(t: Training, x: Tensor, y: Tensor) -> None:
+        try:
+            loss = t.loss(x, y)
+        except RuntimeError:
+            caught.append(len(x))
+            return
+        loss.backward()
+        t.update()
+
+    compiled = ws.compile(step, strategy=ws.FSDP(), backend="eager")
+    for call in range(5):
+        torch.manual_seed(10 * call + dist.get_rank())
+        x, y = torch.randn(6, 5 if call in (0, 3) else 6), torch.randn(6, 3)
+        compiled(ours, x, y)
+        step(theirs, x, y)
+    assert caught == [6] * 4
+    pairs = zip(theirs.net.parameters(), ours.net.parameters(), strict=True)
+    return [str(want) for want, came in pairs if not torch.allclose(want, whole(came), rtol=TOLERANCE, atol=TOLERANCE)]
+
+
+def test_a_forward_that_raises_an_error_leaves_modules_as_they_were(pool2: Any) -> None:
+    assert pool2.run(recovers) == [[], []]

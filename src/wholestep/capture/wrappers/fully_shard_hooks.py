@@ -51,8 +51,14 @@ def lies_in_state(path: str) -> bool:
 def silent_hooks() -> Iterator[None]:
     """While open, a forward and a backward of a module of ``fully_shard`` communicate nothing and move no parameter."""
     with ExitStack() as stack:
+        begun = stack.enter_context(_forwards_ended())
+
+        def begin(state: FSDPState, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            begun.append(state)
+            return args, kwargs
+
         for owner, name, replacement in (
-            (FSDPState, "_root_pre_forward", lambda state, module, args, kwargs: (args, kwargs)),
+            (FSDPState, "_root_pre_forward", begin),
             (FSDPState, "_register_pre_backward_hook", lambda state, output: output),
             (FSDPParamGroup, "pre_forward", _cast_parameters),
             (FSDPParamGroup, "post_forward", _put_parameters_back),
@@ -68,12 +74,31 @@ def before_forwards(do: Callable[[], None]) -> Iterator[None]:
     original = FSDPState._root_pre_forward
 
     def root_pre_forward(state: FSDPState, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        begun.append(state)
         if state._state_ctx.iter_forward_root is None:
             do()
         return original(state, module, args, kwargs)
 
-    with patch.object(FSDPState, "_root_pre_forward", root_pre_forward):
+    with _forwards_ended() as begun, patch.object(FSDPState, "_root_pre_forward", root_pre_forward):
         yield
+
+
+@contextmanager
+def _forwards_ended() -> Iterator[list[FSDPState]]:
+    """Behind it no module whose state is noted in the list is in a forward.
+
+    One whose forward has raised an error would be in it for good, and gather nothing in the next one.
+    """
+    begun: list[FSDPState] = []
+    try:
+        yield begun
+    finally:
+        for state in begun:
+            kinds = type(state._training_state)
+            if state._training_state is kinds.FORWARD:
+                state._training_state = kinds.IDLE
+                if state._state_ctx.iter_forward_root is state:
+                    state._state_ctx.iter_forward_root = None
 
 
 def _cast_parameters(group: FSDPParamGroup, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -91,7 +91,12 @@ def grads_as_bucket_views(program: Program) -> Program:
 
 
 def _is_bucket(cat: fx.Node) -> bool:
-    """Whether what is put together goes into the reduction of a bucket and nowhere else."""
+    """Whether what is put together is flat, and goes into the reduction of a bucket and nowhere else.
+
+    A gradient that is put together of its own parts (that of `nn.MultiheadAttention`) has its shape.
+    """
+    if node_meta.tensor(cat).dim() != 1:
+        return False
     node = cat
     while len(node.users) == 1 and len(cat.args) == 1:
         node = next(iter(node.users))
@@ -146,8 +151,6 @@ def _maker(flat: fx.Node, cat: fx.Node, memory: Memory) -> fx.Node | None:
 
 def _within(live: dict[fx.Node, int], cat: fx.Node, slots: list[_Slot]) -> list[_Slot]:
     """The slots, with as many copied as the peak of memory asks for, the earliest first.
-
-    The bucket is alive from the first gradient that is made in it, all of it.
 
     The bucket is alive from the first gradient that is made in it, all of it.
     """

@@ -44,6 +44,16 @@ def test_a_bucket_of_a_linear_layer_is_filled_without_a_copy():
     assert after.history[-1].notes[0].startswith("60 B of 60 B")
 
 
+def test_a_gradient_that_is_put_together_itself_keeps_its_shape():
+    """That of `nn.MultiheadAttention`, alone in its bucket."""
+
+    def fn(x, y):
+        return (gradient(torch.cat([y.t() @ x, (2 * y).t() @ x]), "weight"),)
+
+    _, after = filled(fn, [X, Y])
+    assert builders.count(after, aten.cat.default) == 1
+
+
 def test_less_memory_is_alive():
     peaks = []
     x, y = torch.randn(8, 512), torch.randn(8, 256)
