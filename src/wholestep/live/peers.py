@@ -15,13 +15,14 @@ import itertools
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from wholestep.capture.python.tracing_thread import is_capturing
@@ -31,6 +32,7 @@ from wholestep.capture.reach.train_state import TrainState, collect
 from wholestep.capture.tracing.backward_engine import Engine, backward_replaced
 from wholestep.capture.wrappers import ddp
 from wholestep.capture.wrappers.fully_shard_hooks import before_forwards
+from wholestep.capture.wrappers.fully_shard_settings import gathered_leaves
 from wholestep.config import DDP, FSDP, CastCompress, Strategy
 from wholestep.errors import CaptureError, RankMismatchError
 from wholestep.ir.dtensor.shards import is_sharded
@@ -83,6 +85,7 @@ class Peers:
         self._wire = strategy.compress if isinstance(strategy, DDP) else None
         self._num_ranks = math.prod(axis.size for axis in axes)
         self._state = TrainState()
+        self._roots: list[nn.Module] = []
         self._call_name: Callable[[], str] = lambda: ""
         self._is_equal = not strategy.sync_at_start
         self.made = 0
@@ -109,7 +112,8 @@ class Peers:
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], call_name: str) -> None:
         """The start of a call: finds parameters and buffers, and makes equal what the strategy wants equal."""
         self._call_name, self._parted = (lambda: call_name), None
-        self._state = collect(find_reachable(self._step, args, kwargs))
+        found = find_reachable(self._step, args, kwargs)
+        self._state, self._roots = collect(found), [root for _, root in found.modules.values()]
         self.shards.begin(self._state.params)
         kinds = [] if self._is_equal else [InputKind.PARAM, InputKind.BUFFER]
         kinds += [InputKind.BUFFER] if self.strategy.broadcast_buffers and self._is_equal else []
@@ -176,6 +180,27 @@ class Peers:
         self.meet(Event(GATHERS, number))
         found, self._found = self._found, None
         assert found is not None
+        return found
+
+    def leaves_of_forwards(self) -> dict[int, torch.Tensor]:
+        """By id of sharded parameters what stands for them in the graphs of forwards."""
+        return gathered_leaves(self._roots)
+
+    def mean(self, grads: list[torch.Tensor | None], like: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Gradients averaged over all ranks, of which some may have none. `like`: tensors of their shapes and dtypes.
+
+        None where no rank has one.
+        """
+        with torch.no_grad(), self._failures_named():
+            has = torch.tensor([one is not None for one in grads], dtype=torch.int32, device=self._world.device)
+            anywhere = all_reduced(has, dist.ReduceOp.MAX, self._axes).tolist()
+            pairs = zip(grads, like, anywhere, strict=True)
+            found = [
+                None if not any_has else torch.zeros(one.shape, dtype=one.dtype, device=one.device)
+                if grad is None else grad.detach().to(one.dtype, copy=True)
+                for grad, one, any_has in pairs
+            ]  # fmt: skip
+            self._reduce([one for one in found if one is not None])
         return found
 
     def _meet_before_forward(self) -> None:

@@ -37,6 +37,8 @@ from wholestep.live.recording.path import BACKWARDS
 from wholestep.live.recording.structure import flatten, unflatten
 from wholestep.live.sharded_parameters import ShardedParameters, is_same_memory
 
+_OPTIONS = ("retain_graph", "create_graph", "only_inputs", "allow_unused", "is_grads_batched", "materialize_grads")
+"""Parameters of ``torch.autograd.grad`` behind the third."""
 _OF_THE_OBJECT = (torch.Tensor.detach, torch.detach)
 """What gives the memory of a tensor, as attributes do."""
 
@@ -118,6 +120,8 @@ class ShardCalls:
     def _called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves: list[Any] = []
         structure = flatten((args, kwargs), leaves)
+        if function is torch.autograd.grad and any(map(is_sharded, leaves)):
+            return self._gradients(*args, **kwargs)
         if function in BACKWARDS or _acts_on_parameters(function, leaves):
             return self._on_shards(function, args, kwargs)
         shards = [leaf for leaf in leaves if is_dtensor(leaf)]
@@ -137,6 +141,36 @@ class ShardCalls:
         result = execute(function, args, kwargs)
         self._refresh()
         return pytree.tree_map_only(DTensor, DTensor.full_tensor, result)
+
+    def _gradients(self, outputs: Any, inputs: Any, grad_outputs: Any = None, *rest: Any, **options: Any) -> Any:
+        """``torch.autograd.grad`` of parameters: whole, and averaged over the ranks, as a backward leaves them."""
+        options |= dict(zip(_OPTIONS, rest, strict=False))
+        if options.get("create_graph"):
+            return self._on_shards(torch.autograd.grad, (outputs, inputs, grad_outputs), options)
+        wanted = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+        leaves, fills = self._peers.leaves_of_forwards(), options.pop("materialize_grads", False)
+        may_be_none = options.pop("allow_unused", None) or fills
+        shards = {place: one for place, one in enumerate(wanted) if is_sharded(one)}
+        own = [*(leaves.get(id(one), one) for one in wanted), *shards.values()]  # the latter outside of forwards
+        self.write_back()
+        with self._peers.shards.gradients_kept():
+            grads = list(execute(torch.autograd.grad, (outputs, own, grad_outputs), {**options, "allow_unused": True}))
+        del grads[len(wanted) :]
+        for place, shard in shards.items():
+            kept = self._peers.shards.take_gradient(shard)
+            grads[place] = kept if grads[place] is None else grads[place] if kept is None else grads[place] + kept
+        means = self._peers.mean([grads[place] for place in shards], list(shards.values()))
+        for place, mean in zip(shards, means, strict=True):
+            grads[place] = mean
+        if any(one is None for one in grads) and not may_be_none:
+            raise RuntimeError(
+                "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True "
+                "if this is the desired behavior."
+            )
+        if fills:
+            like = zip(grads, wanted, strict=True)
+            grads = [torch.zeros(w.shape, dtype=w.dtype, device=w.device) if g is None else g for g, w in like]
+        return tuple(grads)
 
     def _attribute(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An attribute of a shard, or what is on its memory. A plain tensor that is put there is cut."""

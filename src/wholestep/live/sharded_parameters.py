@@ -98,6 +98,11 @@ class ShardedParameters:
         known = self._unreduced.get(place)
         self._unreduced[place] = grad if known is None else known + grad
 
+    def take_gradient(self, shard: DTensor) -> torch.Tensor | None:
+        """What is kept for a parameter, which is not kept any longer."""
+        place = next((i for i, slot in enumerate(self._params) if slot.tensor is shard), -1)
+        return self._unreduced.pop(place, None)
+
     @property
     def has_gradient(self) -> list[bool]:
         """Of each parameter whether this rank keeps a gradient for it."""

@@ -142,6 +142,24 @@ def functions_of_its_own(t: Training, x: Tensor, y: Tensor) -> None:
     t.notes.append(float(t.net.first.weight.detach().flatten()[0]))
 
 
+def asks_for_gradients(t: Training, x: Tensor, y: Tensor) -> None:
+    """Of two losses, as methods that project conflicting gradients do; one parameter is in the second alone."""
+    loss, params = t.loss(x, y), [t.net.first.weight, t.net.last.weight]
+    outside = (t.net.last.weight * 0.1).sum()
+    first = torch.autograd.grad(loss, params, retain_graph=True)
+    second = torch.autograd.grad(loss.square() + outside, params, retain_graph=True)
+    if dist.get_world_size() == 2 and isinstance(t.model, DistributedDataParallel):  # it averages none of them
+        for grad in (*first, *second):
+            dist.all_reduce(grad.div_(2))
+    loss.backward()
+    with torch.no_grad():
+        for p, one, other in zip(params, first, second, strict=True):
+            assert p.grad is not None
+            p.grad.add_(one - 0.5 * other)
+    t.notes += [float(one.sum()) for one in (*first, *second)]
+    t.update()
+
+
 def averages(t: Training, x: Tensor, y: Tensor) -> None:
     t.loss(x, y).backward()
     t.update()
@@ -155,7 +173,7 @@ STEPS: dict[str, Step] = {
     one.__name__: one
     for one in (
         reads_parameters_and_gradients, reads_on_one_rank, penalty_on_weights, penalty_on_one_rank, changes_gradients,
-        changes_parameters, functions_of_its_own, averages,
+        changes_parameters, functions_of_its_own, asks_for_gradients, averages,
     )
 }  # fmt: skip
 

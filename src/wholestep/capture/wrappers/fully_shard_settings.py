@@ -44,6 +44,12 @@ _RESHARD = "post_forward_mesh_info"
 """Torch sets that of the outermost module itself, in its first eager forward."""
 
 
+def gathered_leaves(roots: Iterable[nn.Module]) -> dict[int, torch.Tensor]:
+    """By id of sharded parameters the whole ones that forwards have used, which are the leaves of their graphs."""
+    params = [one for root in roots for _, group in _groups(root) for one in group.fsdp_params]
+    return {id(one.sharded_param): one._unsharded_param for one in params if hasattr(one, "_unsharded_param")}
+
+
 def watched(name: str, module: nn.Module, *, is_root: bool) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
     """The settings of one module that its owner may change between calls: dicts, and the keys to look at.
 
