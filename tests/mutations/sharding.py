@@ -210,4 +210,12 @@ SHARDING_MUTATIONS = (
         new="            all_reduced(flat, dist.ReduceOp.SUM, self._axes[:1])",
         tests=("tests/ranks/sharding/test_live_steps.py::test_a_step_on_a_mesh_of_two_axes_is_not_refused[zero1-0]",),
     ),
+    Mutation(
+        name="ranks_reduce_what_they_used",
+        what="the hooks of fully_shard reduce gradients of other parameters on each rank",
+        file="capture/wrappers/fully_shard_hooks.py",
+        old="                gathered.grad = torch.zeros_like(gathered)\n",
+        new="                pass\n",
+        tests=(f"{LIVE}[ranks_use_different_parameters]",),
+    ),
 )

@@ -31,7 +31,7 @@ from wholestep.capture.reach.reachability import find_reachable
 from wholestep.capture.reach.train_state import TrainState, collect
 from wholestep.capture.tracing.backward_engine import Engine, backward_replaced
 from wholestep.capture.wrappers import ddp
-from wholestep.capture.wrappers.fully_shard_hooks import before_forwards
+from wholestep.capture.wrappers.fully_shard_hooks import before_forwards, reduced_alike
 from wholestep.capture.wrappers.fully_shard_settings import gathered_leaves
 from wholestep.config import DDP, FSDP, CastCompress, Strategy
 from wholestep.errors import CaptureError, RankMismatchError
@@ -227,19 +227,26 @@ class Peers:
                 "Gradients are summed over the ranks and there are some already, of which nobody knows whether they "
                 'are sums. Use DDP(reduce="mean"), or clear them before each backward.'
             )
-        with self.shards.gradients_kept():
+        shards = [slot.tensor for slot in self._state.params if is_sharded(slot.tensor)]
+        fresh = [shard for shard in shards if shard.grad is None]
+        with self.shards.gradients_kept(), reduced_alike() as used_here:
             result = backward()
         used = [
             param.grad is not None and (param.grad is not grad or param.grad._version != version)
             for param, (grad, version) in zip(params, before, strict=True)
         ]
         kinds = [is_used + (is_used and _is_sparse(param.grad)) for param, is_used in zip(params, used, strict=True)]
+        kinds += [id(shard) in used_here for shard in fresh]
         kinds += self.shards.has_gradient if self.computes_whole else []
         with torch.no_grad(), self._failures_named():
             anywhere = torch.tensor(kinds, dtype=torch.int32, device=self._world.device)
             all_reduced(anywhere, dist.ReduceOp.MAX, self._axes)
             found = [(param, kind) for param, kind in zip(params, anywhere.tolist(), strict=False) if kind]
-            self.shards.reduce(anywhere.tolist()[len(params) :], self._reduce)
+            told = anywhere.tolist()[len(params) :]
+            for shard, is_used in zip(fresh, told, strict=False):
+                if not is_used:  # it has zeros, so that all ranks sent the same
+                    shard.grad = None
+            self.shards.reduce(told[len(fresh) :], self._reduce)
             for param, kind in found:
                 if param.grad is None:
                     param.grad = torch.zeros_like(param, layout=torch.sparse_coo if kind == _SPARSE else torch.strided)

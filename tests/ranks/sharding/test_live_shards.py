@@ -32,15 +32,30 @@ class Net(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(torch.tanh(self.first(x))) * self.scale
+        out: Tensor = self.last(self.hidden(x)) * self.scale
         return out
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.first(x))
+
+
+class Gated(Net):
+    """Has parameters of which each call uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates, self.gate = nn.ParameterList(torch.ones(9) for _ in range(3)), 0
+
+    def hidden(self, x: Tensor) -> Tensor:
+        gated: Tensor = super().hidden(x) * self.gates[self.gate]
+        return gated
 
 
 @dataclass
 class Training:
     """One training, with what its Python has noted."""
 
-    net: Net = field(default_factory=Net)
+    net: Net
     notes: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -160,6 +175,15 @@ def asks_for_gradients(t: Training, x: Tensor, y: Tensor) -> None:
     t.update()
 
 
+def ranks_use_different_parameters(t: Training, x: Tensor, y: Tensor) -> None:
+    """Of one module: a gate by the rank, and one by the call. AdamW leaves alone what no rank has used."""
+    assert isinstance(t.net, Gated)
+    t.net.gate = 1 + dist.get_rank() if len(t.notes) % 4 else 0
+    t.loss(x, y).backward()
+    t.notes.append(float(sum(p.grad is not None for p in t.net.parameters())))
+    t.update()
+
+
 def averages(t: Training, x: Tensor, y: Tensor) -> None:
     t.loss(x, y).backward()
     t.update()
@@ -174,13 +198,14 @@ STEPS: dict[str, Step] = {
     for one in (
         reads_parameters_and_gradients, reads_on_one_rank, penalty_on_weights, penalty_on_one_rank, changes_gradients,
         changes_parameters, functions_of_its_own, asks_for_gradients, averages,
+        ranks_use_different_parameters,
     )
 }  # fmt: skip
 
 
-def training() -> Training:
+def training(*, gated: bool = False) -> Training:
     torch.manual_seed(0)
-    return Training()
+    return Training(Gated() if gated else Net())
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -189,8 +214,9 @@ def whole(tensor: Tensor) -> Tensor:
 
 def beside_ddp(name: str, mesh: Any = None) -> list[str]:
     """Calls beside eager DistributedDataParallel: what differs."""
-    ours, theirs = training(), training()
-    theirs.model = DistributedDataParallel(theirs.net)
+    gated = name == "ranks_use_different_parameters"
+    ours, theirs = training(gated=gated), training(gated=gated)
+    theirs.model = DistributedDataParallel(theirs.net, find_unused_parameters=gated)
     step = ws.compile(STEPS[name], strategy=ws.FSDP(), mesh=mesh, backend="eager")
     faults = []
     for call in range(CALLS):

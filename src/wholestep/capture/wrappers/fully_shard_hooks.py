@@ -84,6 +84,31 @@ def before_forwards(do: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
+def reduced_alike() -> Iterator[set[int]]:
+    """While open, a backward reduces gradients of the same parameters on all ranks, whatever each of them has used.
+
+    Ranks that reduce different ones send messages of different sizes, so the others get zeros. Gives the ids of the
+    parameters that this rank has used.
+    """
+    used: set[int] = set()
+    original = FSDPParamGroup.post_backward
+
+    def post_backward(group: FSDPParamGroup, *args: Any) -> None:
+        for one in group.fsdp_params if group.reduce_grads else ():
+            gathered = getattr(one, "_unsharded_param", None)
+            if gathered is None or not gathered.requires_grad:
+                continue
+            if gathered.grad is None and one.unsharded_accumulated_grad is None:
+                gathered.grad = torch.zeros_like(gathered)
+            else:
+                used.add(id(one.sharded_param))
+        original(group, *args)
+
+    with patch.object(FSDPParamGroup, "post_backward", post_backward):
+        yield used
+
+
+@contextmanager
 def _forwards_ended() -> Iterator[list[FSDPState]]:
     """Behind it no module whose state is noted in the list is in a forward.
 
