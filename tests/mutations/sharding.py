@@ -190,7 +190,7 @@ SHARDING_MUTATIONS = (
         name="gradients_of_whole_tensors_lost",
         what="a parameter that is used outside of its module gets no gradient there",
         file="live/peers.py",
-        old="            self.shards.reduce(anywhere.tolist()[len(params) :], self._reduce)\n",
+        old="            self.shards.reduce(told[len(fresh) :], self._reduce)\n",
         new="",
         tests=(f"{LIVE}[penalty_on_weights]",),
     ),
