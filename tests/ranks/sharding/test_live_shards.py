@@ -316,3 +316,43 @@ def recovers() -> list[str]:
 
 def test_a_forward_that_raises_an_error_leaves_modules_as_they_were(pool2: Any) -> None:
     assert pool2.run(recovers) == [[], []]
+
+
+def trains_a_container(live: bool) -> list[str]:
+    """A list of modules and a dict in it, with a parameter of its own; what differs from plain code on all data."""
+
+    def make() -> tuple[nn.ModuleList, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        heads = nn.ModuleDict({"a": nn.Linear(9, 3), "b": nn.Linear(9, 3)})
+        parts = nn.ModuleList([nn.Linear(6, 9), heads, nn.ParameterList([torch.ones(9)])])
+        return parts, torch.optim.AdamW(parts.parameters(), lr=1e-2)
+
+    seen: list[float] = []
+
+    def train(parts: Any, opt: Any, x: Tensor, y: Tensor) -> None:
+        hidden = torch.tanh(parts[0](x)) * parts[2][0]
+        loss = nn.functional.mse_loss(parts[1]["a"](hidden) + parts[1]["b"](hidden), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        if live:
+            seen.append(loss.item())
+
+    ours, theirs = make(), make()
+    step = ws.compile(train, strategy=ws.FSDP(), backend="eager", fullgraph=not live)
+    for call in range(CALLS):
+        torch.manual_seed(call)
+        x, y = torch.randn(6, 6), torch.randn(6, 3)
+        step(*ours, x, y)
+        train(*theirs, x, y)
+    pairs = zip(theirs[0].named_parameters(), ours[0].parameters(), strict=True)
+    return [
+        name for (name, want), came in pairs
+        if isinstance(came, DTensor) == name.startswith("2.")
+        or not torch.allclose(want, whole(came), rtol=TOLERANCE, atol=TOLERANCE)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_modules_of_a_container_are_sharded_one_by_one(pool2: Any, live: bool) -> None:
+    assert pool2.run(trains_a_container, live) == [[], []]

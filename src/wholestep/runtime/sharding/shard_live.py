@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 from wholestep.capture.reach.reachability import find_reachable
 from wholestep.capture.reach.reachable import Reachable
 from wholestep.capture.reach.train_state import CutState, states
+from wholestep.capture.wrappers.fully_shard_hooks import is_fully_sharded
 from wholestep.config import FSDP, ZeRO
 from wholestep.ir.dtensor.shards import cut, default_dim, is_sharded, replicated_and
 from wholestep.ir.program import MeshAxis
@@ -82,13 +83,14 @@ def shard_parameters(
         for name, root in found.modules.values():
             check_initializers(root, name)
     for name, root in found.modules.values():
-        if all(map(is_sharded, _cut_parameters(root, config, name))):
+        units = units_of(root, config.units)
+        if all(map(is_sharded, _cut_parameters(root, config, name))) or all(map(is_fully_sharded, units)):
             continue
         if config.sync_at_start:
             tensors = [*root.parameters(), *root.buffers()]
             broadcast_over([one for one in tensors if not is_sharded(one) and not one.is_meta], axes)
         seed = common_seed(axes) if is_on_meta(root) else 0
-        for unit in units_of(root, config.units):
+        for unit in units:
             made = materialize(root, unit, init().device, seed, initialize) if is_on_meta(unit) else []
             pairs = _shard_unit(root, unit, config, mesh, name)
             last = {id(old): new for old, new in pairs}

@@ -11,9 +11,14 @@ from torch import nn
 
 from wholestep.errors import PlacementError
 
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
 
 def units_of(root: nn.Module, units: tuple[str, ...] | Literal["auto"]) -> list[nn.Module]:
     """Modules to shard one by one, inner ones first; `root` is the last and takes what the others have left.
+
+    A list or dict of modules has no forward: each of its modules takes what is left in it, and parameters that lie in
+    none of them stay whole.
 
     Args:
         units: patterns of fully qualified names, as ``fnmatch`` takes them; "auto": the outermost modules that stand
@@ -29,7 +34,16 @@ def units_of(root: nn.Module, units: tuple[str, ...] | Literal["auto"]) -> list[
         chosen = [module for module in _repeated(root) if not _shares(root, module)]
     else:
         chosen = _matching(root, named, units)
-    return [*chosen, root]
+    return [*chosen, *(one for one in dict.fromkeys(_with_forward(root)) if one not in chosen)]
+
+
+def _with_forward(module: nn.Module) -> Iterator[nn.Module]:
+    """A module that can be called, or those in a container of modules."""
+    if isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward:
+        for child in module.children():
+            yield from _with_forward(child)
+    else:
+        yield module
 
 
 def _matching(root: nn.Module, named: dict[str, nn.Module], patterns: tuple[str, ...]) -> list[nn.Module]:
