@@ -364,6 +364,6 @@ def test_a_function_typed_into_a_console_is_told_to_move():
         "from wholestep.runtime.distributed.world import run\ndef f(): return 1\nrun(f, 1)\n"
     )
     for command, words in (([sys.executable, "-c", typed], "%%writefile"), ([sys.executable, "-"], "standard input")):
-        result = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=120, check=False)
+        result = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=240, check=False)
         assert result.returncode != 0
         assert words in result.stderr

@@ -39,6 +39,8 @@ from wholestep.live.sharded_parameters import ShardedParameters, is_same_memory
 
 _OPTIONS = ("retain_graph", "create_graph", "only_inputs", "allow_unused", "is_grads_batched", "materialize_grads")
 """Parameters of ``torch.autograd.grad`` behind the third."""
+_TENSOR: Any = torch.Tensor
+_SET_DATA = _TENSOR.data.__set__
 _OF_THE_OBJECT = (torch.Tensor.detach, torch.detach)
 """What gives the memory of a tensor, as attributes do."""
 
@@ -179,6 +181,9 @@ class ShardCalls:
         if is_sharded(owner):
             mesh, placements = owner.device_mesh, owner.placements
             values = [cut(one, mesh, placements) if _is_plain(one) else one for one in values]
+            if function == _SET_DATA:  # the hooks of torch gather from the memory that they know
+                owner._local_tensor.detach().copy_(values[0]._local_tensor)
+                return self._refresh()
         result = execute(function, (owner, *values), kwargs)
         self._refresh()
         return result
@@ -203,13 +208,11 @@ class ShardCalls:
                 given.append(self._with_graph(wholes[id(leaf)]))
             else:
                 given.append(leaf)
-        versions = [one.tensor._version for one in wholes.values()]
         args, kwargs = unflatten(structure, given)
         result = execute(function, args, kwargs)
-        with torch.no_grad():
-            for one, version in zip(wholes.values(), versions, strict=True):
-                if one.tensor._version != version:
-                    one.write_back()
+        with torch.no_grad():  # not by versions: some operators write without counting one
+            for one in wholes.values():
+                one.write_back()
         self._hold(wholes.values(), result)
         stand_for = {id(tensor): leaf for leaf, tensor in zip(leaves, given, strict=True) if is_dtensor(leaf)}
         return pytree.tree_map_only(torch.Tensor, lambda one: stand_for.get(id(one), one), result)

@@ -61,6 +61,7 @@ class Training:
     def __post_init__(self) -> None:
         self.model: nn.Module = self.net
         self.opt = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
         self.average = [p.detach().clone() for p in self.net.parameters()]
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -131,6 +132,7 @@ def changes_parameters(t: Training, x: Tensor, y: Tensor) -> None:
         t.net.last.weight.data[2] = 0.25
         t.net.last.weight.clamp_(-0.3, 0.3)
         t.net.first.bias.copy_(torch.full((9,), 0.125))
+    t.net.first.weight.data = t.net.first.weight.data * 0.75
     view = t.net.last.bias.data
     view.mul_(0.5)
     t.update()
@@ -184,6 +186,15 @@ def ranks_use_different_parameters(t: Training, x: Tensor, y: Tensor) -> None:
     t.update()
 
 
+def scales_the_loss(t: Training, x: Tensor, y: Tensor) -> None:
+    t.scaler.scale(t.loss(x, y)).backward()
+    t.scaler.unscale_(t.opt)
+    t.notes.append(float(nn.utils.clip_grad_norm_(t.net.parameters(), 0.1)))
+    t.scaler.step(t.opt)
+    t.scaler.update()
+    t.opt.zero_grad()
+
+
 def averages(t: Training, x: Tensor, y: Tensor) -> None:
     t.loss(x, y).backward()
     t.update()
@@ -198,7 +209,7 @@ STEPS: dict[str, Step] = {
     for one in (
         reads_parameters_and_gradients, reads_on_one_rank, penalty_on_weights, penalty_on_one_rank, changes_gradients,
         changes_parameters, functions_of_its_own, asks_for_gradients, averages,
-        ranks_use_different_parameters,
+        ranks_use_different_parameters, scales_the_loss,
     )
 }  # fmt: skip
 
