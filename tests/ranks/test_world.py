@@ -308,7 +308,7 @@ def program(body, tmp_path, *arguments):
     file = tmp_path / "program.py"
     file.write_text(textwrap.dedent(body))
     return subprocess.run(
-        [sys.executable, *arguments, str(file)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *arguments, str(file)], capture_output=True, text=True, timeout=240, check=False
     )
 
 
