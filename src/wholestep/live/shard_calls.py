@@ -66,13 +66,15 @@ class _Whole:
     shard: DTensor
     tensor: torch.Tensor
 
-    def write_back(self) -> None:
-        """Puts this rank's part into the shard, where it is another by now."""
+    def write_back(self) -> bool:
+        """Puts this rank's part into the shard, where it is another by now; whether it was."""
         local, part = self.shard._local_tensor.detach(), self.tensor
         if is_sharded(self.shard):
             part = cut(self.tensor, self.shard.device_mesh, self.shard.placements)._local_tensor
-        if not _is_same(part, local):
+        is_other = not _is_same(part, local)
+        if is_other:
             local.copy_(part)
+        return is_other
 
 
 class ShardCalls:
@@ -114,7 +116,7 @@ class ShardCalls:
         """Nothing waits."""
 
     def write_back(self) -> None:
-        """Puts into the shards what Python has written to whole tensors. Views of those are copies from now on."""
+        """Puts into the shards what Python has written to views of whole tensors."""
         with torch.no_grad():
             for one in self._held:
                 one.write_back()
@@ -211,8 +213,9 @@ class ShardCalls:
         args, kwargs = unflatten(structure, given)
         result = execute(function, args, kwargs)
         with torch.no_grad():  # not by versions: some operators write without counting one
-            for one in wholes.values():
-                one.write_back()
+            written = [one for one in wholes.values() if one.write_back()]
+        if written:  # views of others on the same memory would undo it
+            self._refresh()
         self._hold(wholes.values(), result)
         stand_for = {id(tensor): leaf for leaf, tensor in zip(leaves, given, strict=True) if is_dtensor(leaf)}
         return pytree.tree_map_only(torch.Tensor, lambda one: stand_for.get(id(one), one), result)

@@ -128,7 +128,10 @@ def changes_gradients(t: Training, x: Tensor, y: Tensor) -> None:
 def changes_parameters(t: Training, x: Tensor, y: Tensor) -> None:
     t.loss(x, y).backward()
     with torch.no_grad():
-        t.net.first.weight[1].mul_(0.9)
+        row = t.net.first.weight[1]
+        row.mul_(0.9)
+        t.net.first.weight.T[2] = 0.5
+        t.notes += row.tolist()
         t.net.last.weight.data[2] = 0.25
         t.net.last.weight.clamp_(-0.3, 0.3)
         t.net.first.bias.copy_(torch.full((9,), 0.125))
