@@ -24,9 +24,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import wholestep as ws
 from benchmarks.idioms.base import CALLS, Idiom, Loop
+from wholestep.config import Strategy
 
 BUILD_SEED, CALL_SEED = 7, 1000
 
@@ -74,7 +76,10 @@ class Outcome:
 
 def leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
     """The leaves of anything a step may return or a user may hold, each with its path; what can move is copied."""
-    if isinstance(value, Tensor):
+    if isinstance(value, DTensor):  # all ranks look at the same things in the same order
+        yield f"{path}:type", nn.Parameter if isinstance(value, nn.Parameter) else Tensor
+        yield path, value.detach().full_tensor().clone()
+    elif isinstance(value, Tensor):
         yield f"{path}:type", type(value)
         yield path, value.detach().clone()
     elif isinstance(value, nn.Module):
@@ -310,16 +315,18 @@ def outcome(
     rank: int = 0,
     rounds: bool = False,
     calls: int = CALLS,
+    strategy: Strategy | None = None,
+    want: Sequence[Record] | None = None,
 ) -> Outcome:
     """Runs one idiom both ways; `begin` is given the eager loop before its first call. With `rounds`, and on another
-    backend than the eager one, equal means up to rounding."""
+    backend than the eager one, equal means up to rounding. With `want`, what eager code has done, it runs one way."""
     steps: list[Any] = []
 
     def compiled(step: Callable[..., object]) -> Callable[..., object]:
-        steps.append(ws.compile(step, backend=backend))  # type: ignore[call-overload]
+        steps.append(ws.compile(step, backend=backend, strategy=strategy))  # type: ignore[call-overload]
         return steps[-1]
 
-    want = play(idiom, lambda step: step, begin, rank, calls=calls)
+    want = want or play(idiom, lambda step: step, begin, rank, calls=calls)
     try:
         came = play(idiom, compiled, rank=rank, calls=calls)
     except ws.WholestepError as error:

@@ -2,6 +2,7 @@
 
     python -m benchmarks.random_programs --programs 10000
     python -m benchmarks.random_programs --first 4711 --programs 1 --json
+    python -m benchmarks.random_programs --strategy fsdp   # on two gloo processes
 
 The exit status is 1 if a program differs.
 """
@@ -9,6 +10,7 @@ The exit status is 1 if a program differs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import math
@@ -21,6 +23,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.random_programs.judge import Verdict, judged, shrunk
+from benchmarks.random_programs.on_ranks import STRATEGIES, Ranks
 from benchmarks.random_programs.program import random_program
 
 
@@ -34,21 +37,23 @@ def main() -> int:
         "--json", action="store_true", help="counts, and of each failure its seed, text and differences"
     )
     parser.add_argument("--keep-size", action="store_true", help="do not shrink what fails")
+    parser.add_argument("--strategy", choices=STRATEGIES, help="train on two processes (default: on one, with none)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("wholestep").setLevel(logging.CRITICAL)
     counts: Counter[str] = Counter()
     failures: list[Verdict] = []
     end = time.monotonic() + options.seconds
-    with Progress(console=Console(stderr=True)) as progress:
+    with Progress(console=Console(stderr=True)) as progress, contextlib.ExitStack() as ranks:
+        judge = ranks.enter_context(Ranks(options.strategy)).judged if options.strategy else judged
         task = progress.add_task("training", total=options.programs)
         for seed in range(options.first, options.first + options.programs):
             if time.monotonic() > end:
                 break
-            found = judged(random_program(seed))
+            found = judge(random_program(seed))
             counts[found.kind] += 1
             if not found.holds:
-                failures.append(found if options.keep_size else shrunk(found))
+                failures.append(found if options.keep_size else shrunk(found, judge))
                 print(f"seed {seed}: {found.complaints[0]}", file=sys.stderr, flush=True)
             progress.advance(task)
     if options.json:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.idioms import Idiom
 from benchmarks.idioms.compare import outcome, play
 from benchmarks.random_programs.program import CALLS, Program
+from wholestep.config import Strategy
 
 SHOWN = 5
 """Differences of a program that are told."""
@@ -32,22 +35,26 @@ class Verdict:
         return "\n".join([f"seed {self.program.seed}: {self.kind}", *self.complaints[:SHOWN], self.program.text])
 
 
-def judged(program: Program) -> Verdict:
-    """Runs a program both ways."""
-    idiom = Idiom(name=f"program {program.seed}", group="random", build=program.loop)
+Judge = Callable[[Program], Verdict]
+
+
+def judged(program: Program, strategy: Strategy | None = None, grad_weight: float | None = None) -> Verdict:
+    """Runs a program both ways; compiled with a strategy, and with gradients that count so much on this rank."""
+    name = f"program {program.seed}"
     try:
-        play(idiom, lambda step: step, calls=CALLS)
+        want = play(Idiom(name=name, group="random", build=program.loop), lambda step: step, calls=CALLS)
     except Exception as error:
         return Verdict(program, f"discarded, {type(error).__name__}", ())
-    found = outcome(idiom, calls=CALLS)
+    idiom = Idiom(name=name, group="random", build=functools.partial(program.loop, grad_weight))
+    found = outcome(idiom, calls=CALLS, strategy=strategy, want=want)
     return Verdict(program, found.kind, found.complaints)
 
 
-def shrunk(failing: Verdict) -> Verdict:
+def shrunk(failing: Verdict, judge: Judge = judged) -> Verdict:
     """The same failure, of a program that fails no more if any statement is left out."""
     while True:
         for smaller in failing.program.smaller():
-            found = judged(smaller)
+            found = judge(smaller)
             if not found.holds:
                 failing = found
                 break

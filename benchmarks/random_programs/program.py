@@ -155,8 +155,8 @@ class Program:
             if done:
                 yield dataclasses.replace(self, between=(*self.between[:number], (), *self.between[number + 1 :]))
 
-    def loop(self) -> Loop:
-        """The training, built anew."""
+    def loop(self, grad_weight: float | None = None) -> Loop:
+        """The training, built anew; with a weight for the gradients of the network, where a rank has one."""
         name = f"random_program_{self.seed}.py"
         linecache.cache[name] = (len(self.text), None, self.text.splitlines(True), name)
         scope: dict[str, Any] = {
@@ -164,6 +164,7 @@ class Program:
             "user": _loaded("user_objects"),
             "library": _loaded("library_objects", installed=True),
         }
+        scope["user"].GRAD_WEIGHT = grad_weight
         exec(compile(self.text, name, "exec"), scope)
         step, between, seen = scope["build"]()
 

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 SCALE = 1.0
 """A global of another file, which `scaled` reads."""
 SETTINGS = {"w": 1.0}
+GRAD_WEIGHT: float | None = None
+"""What this rank's gradients of a `Net` count; the average over all ranks is 1."""
 
 
 def drawn_and_put_back() -> float:
@@ -135,7 +137,7 @@ class Net(nn.Module):
         if self._talks and self.calls % 3 == 0:
             print("forward", self.calls, hidden.detach().abs().max().item())
         out: Tensor = self.last(hidden)
-        return out
+        return out if GRAD_WEIGHT is None else Weighted.apply(out, GRAD_WEIGHT)  # type: ignore[no-any-return]
 
 
 class Square(torch.autograd.Function):
@@ -150,6 +152,19 @@ class Square(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return grad * 2 * x
+
+
+class Weighted(torch.autograd.Function):
+    """A tensor as it is, with another gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: float) -> Tensor:
+        ctx.weight = weight
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.weight, None
 
 
 def norm_of(param: Tensor) -> float:

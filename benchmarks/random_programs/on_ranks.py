@@ -1,0 +1,70 @@
+"""Programs that two processes train together under a strategy, compared with eager code on one.
+
+Both ranks have the same batches and random numbers, so their Python goes one way. The gradients of the network count
+twice on rank 0 and nothing on rank 1: the average is that of eager code in every bit, and a gradient that nobody
+reduces is seen.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+import torch.distributed as dist
+
+import wholestep as ws
+from benchmarks.random_programs.judge import Verdict, judged
+from benchmarks.random_programs.program import Program
+from wholestep.config import Strategy
+from wholestep.runtime.distributed.launch import Workers
+from wholestep.runtime.distributed.world import close_current, enter
+
+STRATEGIES: dict[str, Strategy] = {
+    "ddp": ws.DDP(),
+    "zero1": ws.ZeRO(),
+    "zero2": ws.ZeRO(stage=2),
+    "fsdp": ws.FSDP(),
+    "fsdp_again": ws.FSDP(reshard_after_forward=True),
+}
+_NPROC = 2
+_TIMEOUT_S = 60.0
+_GRADIENTS_OF_A_RANK = ("x.requires_grad", "out.retain_grad", "out.register_hook", "loss.register_hook")
+"""What shows gradients that are averaged nowhere: with one of these both ranks count alike."""
+
+
+class Ranks:
+    """Two processes, made anew after one has failed. Close them, or use ``with``."""
+
+    def __init__(self, strategy: str) -> None:
+        self._strategy = strategy
+        self._workers: Workers | None = None
+
+    def judged(self, program: Program) -> Verdict:
+        """What came of a program on the rank that complains first, or on rank 0."""
+        self._workers = self._workers or Workers(_NPROC, _begin, close_current)
+        try:
+            found: list[Verdict] = self._workers.call(_judged, (program, self._strategy), timeout_s=_TIMEOUT_S)
+        except Exception as error:  # whatever a rank raised, or that one has gone
+            self._workers.close(orderly=False)
+            self._workers = None
+            return Verdict(program, "wrong", (f"{type(error).__name__}: {error}",))
+        return next((one for one in found if not one.holds), found[0])
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._workers is not None:
+            self._workers.close()
+
+
+def _begin() -> None:
+    torch.set_num_threads(1)
+    logging.getLogger("wholestep").setLevel(logging.CRITICAL)
+    enter("gloo", _TIMEOUT_S)
+
+
+def _judged(program: Program, strategy: str) -> Verdict:
+    alike = any(one in program.text for one in _GRADIENTS_OF_A_RANK)
+    weight = 1.0 if alike else 0.0 if dist.get_rank() else float(_NPROC)
+    return judged(program, STRATEGIES[strategy], weight)
