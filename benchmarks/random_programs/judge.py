@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from benchmarks.idioms import Idiom
 from benchmarks.idioms.compare import outcome, play
 from benchmarks.random_programs.program import CALLS, Program
-from wholestep.config import Strategy
+from wholestep.config import DDP, Strategy
 
 SHOWN = 5
 """Differences of a program that are told."""
@@ -46,7 +46,9 @@ def judged(program: Program, strategy: Strategy | None = None, grad_weight: floa
     except Exception as error:
         return Verdict(program, f"discarded, {type(error).__name__}", ())
     idiom = Idiom(name=name, group="random", build=functools.partial(program.loop, grad_weight))
-    found = outcome(idiom, calls=CALLS, strategy=strategy, want=want)
+    # Gradients are added before or after they are averaged; norms of shards are added up.
+    rounds = grad_weight is not None or not isinstance(strategy, DDP | None)
+    found = outcome(idiom, calls=CALLS, strategy=strategy, want=want, rounds=rounds)
     return Verdict(program, found.kind, found.complaints)
 
 

@@ -66,15 +66,13 @@ class _Whole:
     shard: DTensor
     tensor: torch.Tensor
 
-    def write_back(self) -> bool:
-        """Puts this rank's part into the shard, where it is another by now; whether it was."""
+    def write_back(self) -> None:
+        """Puts this rank's part into the shard, where it is another by now."""
         local, part = self.shard._local_tensor.detach(), self.tensor
         if is_sharded(self.shard):
             part = cut(self.tensor, self.shard.device_mesh, self.shard.placements)._local_tensor
-        is_other = not _is_same(part, local)
-        if is_other:
+        if not _is_same(part, local):
             local.copy_(part)
-        return is_other
 
 
 class ShardCalls:
@@ -211,14 +209,19 @@ class ShardCalls:
             else:
                 given.append(leaf)
         args, kwargs = unflatten(structure, given)
+        before = [(one, one.tensor.clone()) for one in wholes.values()] if self._held else []
         result = execute(function, args, kwargs)
-        with torch.no_grad():  # not by versions: some operators write without counting one
-            written = [one for one in wholes.values() if one.write_back()]
-        if written:  # views of others on the same memory would undo it
+        with torch.no_grad():
+            for one in wholes.values():
+                one.write_back()
+        # Views of others on the same memory would undo a write. Whether there was one is asked of the values, since
+        # some operators count no version, and of the whole, since all ranks must come to refresh.
+        if not all(_is_same(one.tensor, old) for one, old in before):
             self._refresh()
-        self._hold(wholes.values(), result)
         stand_for = {id(tensor): leaf for leaf, tensor in zip(leaves, given, strict=True) if is_dtensor(leaf)}
-        return pytree.tree_map_only(torch.Tensor, lambda one: stand_for.get(id(one), one), result)
+        result = pytree.tree_map_only(torch.Tensor, lambda one: stand_for.get(id(one), one), result)
+        self._hold(wholes.values(), result)
+        return result
 
     def _whole(self, shard: DTensor) -> _Whole:
         known = next((one for one in self._held if is_same_memory(one.shard, shard)), None)
@@ -238,7 +241,7 @@ class ShardCalls:
         memory = {
             one.untyped_storage()._cdata
             for one in pytree.tree_leaves(result)
-            if isinstance(one, torch.Tensor) and one.layout is torch.strided
+            if _is_plain(one) and one.layout is torch.strided
         }
         known = {id(one) for one in self._held}
         for one in wholes:

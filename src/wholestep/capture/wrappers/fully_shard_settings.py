@@ -50,6 +50,18 @@ def gathered_leaves(roots: Iterable[nn.Module]) -> dict[int, torch.Tensor]:
     return {id(one.sharded_param): one._unsharded_param for one in params if hasattr(one, "_unsharded_param")}
 
 
+def gather_once(root: nn.Module) -> None:
+    """Has torch make the whole parameters of every module of ``fully_shard`` inside of `root`, if it has not yet.
+
+    It makes them in a module's first gather and keeps them. A graph gathers without them, so the first gather may be an
+    evaluation in inference mode, and what is made there serves no training any more. All ranks take part.
+    """
+    for module in sharded_modules([root]):
+        if not all(hasattr(one, "_unsharded_param") for group in _groups_of(module) for one in group.fsdp_params):
+            module.unshard()
+            module.reshard()
+
+
 def watched(name: str, module: nn.Module, *, is_root: bool) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
     """The settings of one module that its owner may change between calls: dicts, and the keys to look at.
 

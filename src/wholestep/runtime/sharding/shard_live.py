@@ -24,6 +24,7 @@ from wholestep.capture.reach.reachability import find_reachable
 from wholestep.capture.reach.reachable import Reachable
 from wholestep.capture.reach.train_state import CutState, states
 from wholestep.capture.wrappers.fully_shard_hooks import is_fully_sharded
+from wholestep.capture.wrappers.fully_shard_settings import gather_once
 from wholestep.config import FSDP, ZeRO
 from wholestep.ir.dtensor.shards import cut, default_dim, is_sharded, replicated_and
 from wholestep.ir.program import MeshAxis
@@ -95,6 +96,7 @@ def shard_parameters(
             pairs = _shard_unit(root, unit, config, mesh, name)
             last = {id(old): new for old, new in pairs}
             replace_everywhere([*pairs, *((old, last.get(id(new), new)) for old, new in made)])
+        gather_once(root)
         log.info("%s is sharded over %d ranks", name, axes[0].size)
 
 
