@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from wholestep.capture.python.code_owner import is_library_class
+from wholestep.capture.reach.train_state import states
 from wholestep.ir.dtensor.shards import cut, is_dtensor, is_sharded
 from wholestep.live.opaque.functions import clear_grads, redirected
 from wholestep.live.peers import RUNS_ON_SHARDS, Event, Peers
@@ -36,13 +37,14 @@ from wholestep.live.recording.metadata import METADATA
 from wholestep.live.recording.path import BACKWARDS
 from wholestep.live.recording.structure import flatten, unflatten
 from wholestep.live.sharded_parameters import ShardedParameters, is_same_memory
+from wholestep.runtime.sharding.replace_references import cut_state
 
 _OPTIONS = ("retain_graph", "create_graph", "only_inputs", "allow_unused", "is_grads_batched", "materialize_grads")
 """Parameters of ``torch.autograd.grad`` behind the third."""
 _TENSOR: Any = torch.Tensor
 _SET_DATA = _TENSOR.data.__set__
-_OF_THE_OBJECT = (torch.Tensor.detach, torch.detach)
-"""What gives the memory of a tensor, as attributes do."""
+_OF_THE_OBJECT = (torch.Tensor.detach, torch.detach, torch.Tensor.__deepcopy__)
+"""What gives the memory of a tensor, as attributes do, or another object like it, for a ``load_state_dict``."""
 
 
 @contextmanager
@@ -138,6 +140,8 @@ class ShardCalls:
     def _on_shards(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that acts on parameters and gradients. What it gives is whole; all ranks come."""
         self.write_back()
+        for opt in (one for one in args if isinstance(one, Optimizer)):
+            _cut_state(opt)
         if function not in (*BACKWARDS, clear_grads):  # ranks meet in front of those anyway, or need not
             self._peers.meet(Event(RUNS_ON_SHARDS))
         result = execute(function, args, kwargs)
@@ -274,6 +278,13 @@ def _acts_on_parameters(function: Any, leaves: Sequence[Any]) -> bool:
     """Whether it is one of the functions that live steps take whole: see `wholestep.live.opaque.functions`."""
     is_step = any(isinstance(leaf, Optimizer) for leaf in leaves)
     return is_step or function is clear_grads or getattr(function, "__module__", "") == clip_grad.__name__
+
+
+def _cut_state(opt: Optimizer) -> None:
+    """Cuts what Python has put whole into the state of an optimizer of shards."""
+    for param, held in states(opt):
+        if is_sharded(param):
+            cut_state(param, held, param.device_mesh, param.placements)
 
 
 def _is_descriptor(function: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -207,12 +208,42 @@ def averages(t: Training, x: Tensor, y: Tensor) -> None:
         t.notes += [float(one.sum()) for one in t.average]
 
 
+def updates_by_hand(t: Training, x: Tensor, y: Tensor) -> None:
+    """At first what the last rank has alone, beside a view of another weight; and drops the gradients then."""
+    t.loss(x, y).backward()
+    with torch.no_grad():
+        row = t.net.first.weight[1]
+        assert t.net.last.bias.grad is not None
+        t.net.last.bias.sub_(torch.tensor([0.0, 0.0, 0.1]) * t.net.last.bias.grad)
+        for p in (t.net.first.weight, t.net.last.weight):
+            assert p.grad is not None
+            p.sub_(0.1 * p.grad)
+        t.notes.append(float(row.sum()))
+    t.opt.zero_grad()
+
+
+def puts_state_into_optimizers(t: Training, x: Tensor, y: Tensor) -> None:
+    t.loss(x, y).backward()
+    if t.opt.state:
+        t.opt.load_state_dict(copy.deepcopy(t.opt.state_dict()))
+        t.opt.state[t.net.first.weight]["exp_avg"] = torch.full_like(t.net.first.weight, 0.25)
+    t.update()
+
+
+def evaluates_before_it_trains(t: Training, x: Tensor, y: Tensor) -> None:
+    with torch.inference_mode():
+        t.notes.append(float(t.net(x).square().mean()))
+    t.loss(x, y).backward()
+    t.update()
+
+
 STEPS: dict[str, Step] = {
     one.__name__: one
     for one in (
         reads_parameters_and_gradients, reads_on_one_rank, penalty_on_weights, penalty_on_one_rank, changes_gradients,
         changes_parameters, functions_of_its_own, asks_for_gradients, averages,
-        ranks_use_different_parameters, scales_the_loss,
+        ranks_use_different_parameters, scales_the_loss, updates_by_hand, puts_state_into_optimizers,
+        evaluates_before_it_trains,
     )
 }  # fmt: skip
 
