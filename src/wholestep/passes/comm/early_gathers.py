@@ -39,8 +39,9 @@ def start_gathers_early(program: Program, *, cost: CostModel, hold_updates: bool
     """
     nodes = list(program.graph.nodes)
     starts = [node for node in nodes if op_info.is_collective(node)]
-    gathers = [node for node in starts if _is_at_end(node)]
     reductions = [node for node in starts if node_meta.brings_gradients(node)]
+    behind_all = starts[starts.index(reductions[-1]) :] if reductions else []
+    gathers = [node for node in behind_all if _brings_updates(node)]
     if hold_updates or not gathers or not reductions:
         return program
     needs = {node: _last_needed(node, reductions) for node in gathers}
@@ -57,7 +58,7 @@ def start_gathers_early(program: Program, *, cost: CostModel, hold_updates: bool
     )
 
 
-def _is_at_end(node: fx.Node) -> bool:
+def _brings_updates(node: fx.Node) -> bool:
     record = node_meta.bucket(node)
     return record is not None and record.kind is BucketKind.GATHER and record.phase not in node_meta.COMPUTING_PHASES
 

@@ -99,6 +99,22 @@ def test_gathers_of_the_computation_are_left(takes_us: Any) -> None:
     assert starts(accumulate, strategy=ws.FSDP(reshard_after_forward=True)) == before
 
 
+def penalty_behind_a_backward(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    loss = loss_of(model, x, y)
+    loss.backward(retain_graph=True)
+    (loss + 0.01 * sum(param.square().sum() for param in model.parameters())).backward()
+    opt.step()
+    opt.zero_grad()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_gathers_that_a_later_reduction_needs_stay_where_they_are(again: bool, takes_us: Any) -> None:
+    """Behind a backward they are of no forward, and what stands in front of a reduction uses them."""
+    takes_us(1e-9)
+    found = starts(penalty_behind_a_backward, strategy=ws.FSDP(reshard_after_forward=again))  # which verifies it
+    assert "G" in found
+
+
 def test_buckets_of_gathers_end_where_those_of_reductions_do() -> None:
     """Otherwise a gather would wait for a later reduction than most of what it brings."""
     program = run_passes(placed(ws.ZeRO(), step=accumulate), passes_of(cost=COST, bucket_bytes=300))
