@@ -7,6 +7,7 @@ from mutations import Mutation
 GENERATORS = "tests/unit/capture/reach/test_generators.py::test_nothing_that_is_drawn_is_frozen"
 STATE = "tests/unit/capture/reach/test_train_state.py::test_the_step_sees_the_state_that_it_would_have_made"
 GRADIENTS = "tests/unit/capture/guards/test_argument_gradients.py::test_a_gradient_from_before_the_call_is_seen"
+SETTLED = "tests/behaviour/warm/test_settled_writes.py::test_what_a_step_sets_it_sets_again"
 ARRAYS = "tests/unit/capture/effects/test_written_arrays.py"
 
 CAPTURE_MUTATIONS = (
@@ -145,5 +146,37 @@ CAPTURE_MUTATIONS = (
             "tests/unit/capture/python/test_attribute_access.py::"
             "test_an_object_that_answers_for_every_name_is_asked_for_none",
         ),
+    ),
+    Mutation(
+        name="writes_that_change_nothing_not_noted",
+        what="what a step sets to the value that is there already is not compared in later calls",
+        file="capture/python/attribute_access.py",
+        old="        self._note(thing, name)  # a write",
+        new="        # a write",
+        tests=(f"{SETTLED}[an object-True]",),
+    ),
+    Mutation(
+        name="set_up_and_left",
+        what="a capture that is not used leaves what its first run set, and the next one sees no write",
+        file="capture/capture.py",
+        old="            discard()\n            setup.effects.restore()\n",
+        new="            discard()\n",
+        tests=(f"{SETTLED}[a dict-True]",),
+    ),
+    Mutation(
+        name="set_switches_kept",
+        what="a step that sets a switch of torch is kept for calls in front of which it is another one",
+        file="api/cache/warm_start.py",
+        old="            _refuse_moved_modes(header.fingerprint)\n",
+        new="",
+        tests=(f"{SETTLED}[a switch of torch-True]",),
+    ),
+    Mutation(
+        name="writes_past_classes_not_seen",
+        what="what object.__setattr__ writes in a trace is lost",
+        file="capture/python/code_names.py",
+        old=', "__setattr__"',
+        new="",
+        tests=("tests/unit/capture/python/test_attribute_access.py::test_what_is_written_past_a_class_stays_written",),
     ),
 )

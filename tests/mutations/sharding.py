@@ -227,6 +227,24 @@ SHARDING_MUTATIONS = (
         tests=(f"{LIVE}[changes_parameters]",),
     ),
     Mutation(
+        name="graphs_by_the_first_object",
+        what="a weight of which Python holds a view of its data gets no gradient from a penalty",
+        file="live/shard_calls.py",
+        old="        if not (torch.is_grad_enabled() and leaf.requires_grad):",
+        new="        if self._held or not (torch.is_grad_enabled() and leaf.requires_grad):",
+        tests=(f"{LIVE}[penalty_beside_views_of_data]",),
+    ),
+    Mutation(
+        name="gathers_moved_behind_their_use",
+        what="a gather that a later reduction needs is moved in front of that reduction",
+        file="passes/comm/early_gathers.py",
+        old="    gathers = [node for node in behind_all if _brings_updates(node)]",
+        new="    gathers = [node for node in starts if _brings_updates(node)]",
+        tests=(
+            "tests/unit/passes/comm/test_early_gathers.py::test_gathers_that_a_later_reduction_needs_stay_where_they_are",
+        ),
+    ),
+    Mutation(
         name="views_refreshed_by_one_rank",
         what="a rank gathers what the other one does not, and wants a gradient that is gone there by then",
         file="live/shard_calls.py",

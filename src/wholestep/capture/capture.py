@@ -187,7 +187,13 @@ def _attempted(
 def _after_setup(setup: _Unsettled, outcome: _Outcome) -> _Outcome:
     """What two traces have shown of which the first one changed Python state."""
     if isinstance(outcome, Captured):  # it changed nothing and is the same graph
-        return replace(outcome, settled=False)
+        discard = outcome.undo
+
+        def undo() -> None:
+            discard()
+            setup.effects.restore()
+
+        return replace(outcome, settled=False, undo=undo)
     if isinstance(outcome, _Unsettled):  # it may have changed something else than the first one
         outcome.effects.restore()
     setup.effects.restore()

@@ -209,7 +209,7 @@ class ShardCalls:
             if is_dtensor(leaf):
                 if id(leaf) not in wholes:
                     wholes[id(leaf)] = self._whole(leaf)
-                given.append(self._with_graph(wholes[id(leaf)]))
+                given.append(self._with_graph(leaf, wholes[id(leaf)].tensor))
             else:
                 given.append(leaf)
         args, kwargs = unflatten(structure, given)
@@ -234,10 +234,11 @@ class ShardCalls:
         self.write_back()  # of others on the same memory
         return _Whole(shard, self._peers.whole(shard))
 
-    def _with_graph(self, one: _Whole) -> torch.Tensor:
-        if not (torch.is_grad_enabled() and one.shard.requires_grad):
-            return one.tensor
-        made: torch.Tensor = _WholeParameter.apply(one.shard, one.tensor, self._peers.shards)  # type: ignore[no-untyped-call]
+    def _with_graph(self, leaf: DTensor, whole: torch.Tensor) -> torch.Tensor:
+        """A whole tensor in the place of `leaf`, which may be one of several objects on the same memory."""
+        if not (torch.is_grad_enabled() and leaf.requires_grad):
+            return whole
+        made: torch.Tensor = _WholeParameter.apply(leaf, whole, self._peers.shards)  # type: ignore[no-untyped-call]
         return made
 
     def _hold(self, wholes: Any, result: Any) -> None:

@@ -92,9 +92,15 @@ def layers_within(name: str) -> tuple[list[tuple[str, ...]], list[int], list[int
 @row("graph_split_ctx_manager")
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_a_context_of_the_model_holds_and_leaves_the_buckets(ranks2: Pool, name: str) -> None:
-    """No gradients under no_grad, so no buckets. Autocast gives the bias behind its weight: the last one is alone."""
+    """No gradients under no_grad, so no buckets. Autocast gives the bias behind its weight: the last one is alone.
+
+    On GPUs gradients of products travel in half precision there, and those of biases, which are sums, do not: they share
+    a bucket of their own.
+    """
+    by_type = name == "autocast" and ranks2.backend == "nccl"
     for found, sizes, eager_sizes, dtype in ranks2.run(layers_within, name):
-        assert sizes == eager_sizes
+        assert sizes == ([4_000_000] * 4 + [4 * 4_000] if by_type else eager_sizes)
+        assert len(sizes) == len(eager_sizes)
         weights = [sum("weight" in member for member in one) for one in found]
         assert weights == {"autocast": [1, 1, 1, 1, 0], "enable_grad": [1, 1, 1, 1], "no_grad": []}[name]
         assert (dtype is torch.float32) == (name != "autocast")

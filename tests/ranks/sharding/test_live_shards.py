@@ -222,6 +222,18 @@ def updates_by_hand(t: Training, x: Tensor, y: Tensor) -> None:
     t.opt.zero_grad()
 
 
+def penalty_beside_views_of_data(t: Training, x: Tensor, y: Tensor) -> None:
+    """The memory is known by another object then, which needs no gradient; and the other way round."""
+    t.net.first.weight.data[0].mul_(0.9)
+    with torch.no_grad():
+        row = t.net.last.weight[1]
+        row.mul_(0.9)
+    loss = t.loss(x, y) + 0.1 * sum(p.square().sum() for p in t.net.parameters())
+    t.net.last.weight.data[0].mul_(0.9)
+    loss.backward()
+    t.update()
+
+
 def puts_state_into_optimizers(t: Training, x: Tensor, y: Tensor) -> None:
     t.loss(x, y).backward()
     if t.opt.state:
@@ -243,7 +255,7 @@ STEPS: dict[str, Step] = {
         reads_parameters_and_gradients, reads_on_one_rank, penalty_on_weights, penalty_on_one_rank, changes_gradients,
         changes_parameters, functions_of_its_own, asks_for_gradients, averages,
         ranks_use_different_parameters, scales_the_loss, updates_by_hand, puts_state_into_optimizers,
-        evaluates_before_it_trains,
+        evaluates_before_it_trains, penalty_beside_views_of_data,
     )
 }  # fmt: skip
 

@@ -87,13 +87,18 @@ class NotComparable(Exception):
     """Names an object that a step can reach and that another process could not compare."""
 
 
+def mode_lines() -> list[Line]:
+    """The global switches of torch as they are now."""
+    return [(f"the mode {name}", str(value)) for name, value in modes()]
+
+
 def object_fingerprint(context: StepContext, options: Mapping[str, Any]) -> list[Line]:
     """Everything a trace in this context depends on, in an order that is the same in every process.
 
     `options` are further objects to describe, by name. Raises NotComparable.
     """
     writer = _ObjectWriter(context)
-    lines = [(f"the mode {name}", str(value)) for name, value in modes()]
+    lines = mode_lines()
     lines += [(f"the group {one.axis.name}", f"{one.axis}, rank {'any' if one.axis.ranks is None else one.number}")
               for one in ranks()]  # fmt: skip
     lines += writer.arguments()

@@ -21,7 +21,7 @@ from typing import Any
 
 from wholestep.api.cache import artifact
 from wholestep.api.cache.fingerprint import costs_now, difference, environment_lines, environment_of, fingerprint_of
-from wholestep.api.cache.object_fingerprint import NotComparable
+from wholestep.api.cache.object_fingerprint import NotComparable, mode_lines
 from wholestep.api.cache.records import (
     CacheContext,
     CachedStep,
@@ -180,6 +180,7 @@ class StepCache:
             return
         try:
             header, body = serialized(self.name, saved())
+            _refuse_moved_modes(header.fingerprint)
             folder, name = artifact.make_folder(), self._name_in_cache(header.fingerprint)
             artifact.write(folder / artifact.file_name(name, header.fingerprint), header, body)
             artifact.evict_old(folder.glob(f"{artifact.file_prefix(name)}*"))
@@ -190,6 +191,14 @@ class StepCache:
                 "%s is not kept for other processes: %s: %s", self.name, type(error).__name__, error,
                 exc_info=log.isEnabledFor(logging.DEBUG),
             )  # fmt: skip
+
+
+def _refuse_moved_modes(before: Fingerprint) -> None:
+    """Raises ArtifactError where a switch of torch was another one in front of the first call: the step has set it."""
+    known = {line for lines in before.values() for line in lines}
+    moved = [name for name, value in mode_lines() if (name, value) not in known]
+    if moved:
+        raise ArtifactError(f"It cannot be saved: it sets {' and '.join(moved)}, and its graph does not.")
 
 
 def is_enabled() -> bool:

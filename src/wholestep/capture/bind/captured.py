@@ -121,7 +121,8 @@ class Captured:
     constant_sizes: Mapping[ArgumentSize, str] = field(default_factory=dict)
     """Sizes of arguments that were to be symbols and have become constants, each with the reason."""
     undo: Callable[[], None]
-    """Removes the optimizer state that was created for this step: for when its first call fails after the capture."""
+    """Removes the optimizer state that was created for this step, and what its first run set up: for a capture that is
+    not used, and for when the first call fails after it."""
 
     @property
     def program(self) -> Program:
@@ -130,7 +131,7 @@ class Captured:
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """Around the first call: one that fails leaves no optimizer state behind that was not there before it."""
+        """Around the first call: one that fails leaves nothing behind that was not there before it."""
         try:
             yield
         except BaseException:

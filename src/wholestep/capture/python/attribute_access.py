@@ -5,7 +5,8 @@ Objects are watched under the names that code uses (`capture/reach/reachability.
 ``getattr(self, "loss_" + key)``, ``vars(self)``, an ``attrgetter`` made elsewhere, a property of a library. So while a
 step is traced the classes of the objects that it reaches tell what is asked of them. Whatever was not watched ends that
 trace before anything comes of it, and the next one watches it.
-What a trace has read of each object is noted. The rest may move between calls: the log of a library's trainer, say.
+What a trace has read or written of each object is noted. The rest may move between calls: the log of a library's
+trainer, say.
 """
 
 from __future__ import annotations
@@ -106,8 +107,7 @@ class AttributeAccess:
         return name == "__dict__" or not (name in one.names or is_dunder(name))
 
     def _read(self, thing: Any, name: str) -> None:
-        if self.read is not None and (noted := self.read.get(id(thing))) is not None:
-            noted.add(name)
+        if self._note(thing, name):
             self._refuse_hidden(thing, name)
         if not self._unwatched(thing, name):
             return
@@ -128,7 +128,15 @@ class AttributeAccess:
             self.seen_hidden = self.seen_hidden or hidden
             raise AttributesFound
 
+    def _note(self, thing: Any, name: str) -> bool:
+        """Notes what an object is asked for, or given; whether anybody wants to know."""
+        noted = None if self.read is None else self.read.get(id(thing))
+        if noted is not None:
+            noted.add(name)
+        return noted is not None
+
     def _write(self, thing: Any, name: str, *item: Any) -> None:
+        self._note(thing, name)  # a write that changes nothing does where its owner has moved the value between calls
         if self._unwatched(thing, name):
             self.found.add(name)
             raise AttributesFound
