@@ -94,8 +94,8 @@ def layers_within(name: str) -> tuple[list[tuple[str, ...]], list[int], list[int
 def test_a_context_of_the_model_holds_and_leaves_the_buckets(ranks2: Pool, name: str) -> None:
     """No gradients under no_grad, so no buckets. Autocast gives the bias behind its weight: the last one is alone.
 
-    On GPUs gradients of products travel in half precision there, and those of biases, which are sums, do not: they share
-    a bucket of their own.
+    On GPUs gradients of products travel in half precision there. Those of biases, which are sums, do not: they share a
+    bucket of their own.
     """
     by_type = name == "autocast" and ranks2.backend == "nccl"
     for found, sizes, eager_sizes, dtype in ranks2.run(layers_within, name):
