@@ -29,10 +29,10 @@ STRATEGIES: dict[str, Strategy] = {
 }
 _NPROC = 2
 _TIMEOUT_S = 60.0
-_ALIKE = ("x.requires_grad", "out.retain_grad", "out.register_hook", "loss.register_hook", "norm=True")
-"""What shows gradients that are averaged nowhere, or makes much of a rounding (a bias in front of a norm has a gradient
-of zero, which Adam scales): with one of these both ranks count alike, too."""
-
+_GRADIENTS_OF_A_RANK = ("x.requires_grad", "out.retain_grad", "out.register_hook", "loss.register_hook")
+"""What shows gradients that are averaged nowhere: with one of these both ranks count alike, too."""
+_NORM, _BLIND_TO_ROUNDING = "norm=True", "torch.optim.SGD("
+"""A bias in front of a norm has a gradient of zero. Optimizers but SGD scale its rounding: shards round otherwise."""
 _SHARDS = (".weight", ".bias", "parameters()", "shadow")
 """What is torch's own business between two calls: a parameter is a DTensor there."""
 
@@ -48,7 +48,7 @@ class Ranks:
         """What came of a program on the rank that complains first, or on rank 0."""
         self._workers = self._workers or Workers(_NPROC, _begin, close_current)
         try:
-            found: list[Verdict] = self._workers.call(_judged, (program, self._strategy), timeout_s=_TIMEOUT_S)
+            found: list[Verdict] = self._workers.call(judged_on_a_rank, (program, self._strategy), timeout_s=_TIMEOUT_S)
         except Exception as error:  # whatever a rank raised, or that one has gone
             self._workers.close(orderly=False)
             self._workers = None
@@ -69,11 +69,15 @@ def _begin() -> None:
     enter("gloo", _TIMEOUT_S)
 
 
-def _judged(program: Program, strategy: str) -> Verdict:
+def judged_on_a_rank(program: Program, strategy: str) -> Verdict:
+    """What this rank finds; both call it."""
     is_fsdp = isinstance(STRATEGIES[strategy], ws.FSDP)
     if is_fsdp:
         program = _without_shards_between_calls(program)
-    alike = program.seed % 2 == 0 or any(one in program.text for one in _ALIKE)
+    has_norm = _NORM in program.text
+    if has_norm and _BLIND_TO_ROUNDING not in program.text and not isinstance(STRATEGIES[strategy], ws.DDP):
+        return Verdict(program, "discarded, scales a rounding", ())
+    alike = has_norm or program.seed % 2 == 0 or any(one in program.text for one in _GRADIENTS_OF_A_RANK)
     weight = None if alike else 0.0 if dist.get_rank() else float(_NPROC)
     found = judged(program, STRATEGIES[strategy], weight)
     # A result that is a view of a parameter is a copy under FSDP (docs/strategies.md), and shows no later writes.

@@ -112,7 +112,7 @@ class ProgramPrediction:
 
 
 def predict(program: Program, cost: CostModel, *, one_launch: bool = False) -> ProgramPrediction:
-    """Runs the nodes of `program` in their order on the clock of `cost.timeline`; nothing is changed.
+    """Runs the nodes of `program` in their order on the clock of `cost.simulator`; nothing is changed.
 
     `one_launch`: the host launches the whole step at once, as one CUDA graph.
     """

@@ -33,7 +33,7 @@ class Cell:
     """One address of a table, or a number in its place."""
 
     base: int
-    """0: none; then the arguments of the segment, what is in `ReplayPlan.fresh`, what is in `ReplayPlan.turned`."""
+    """0: none; then the arguments of the segment, what is in `Plan.fresh`, what is in `Plan.turned`."""
     offset: int
     """Bytes behind the start of the base; without one the number itself."""
 

@@ -1,7 +1,7 @@
 """The order in which tasks run: a list scheduler on plain numbers.
 
 Note: the rules
-    A clock runs along (`cost.timeline`), so at every point it is known which collectives are over. What runs next is
+    A clock runs along (`cost.simulator`), so at every point it is known which collectives are over. What runs next is
 
     1. a collective whose inputs exist: the earlier it starts, the more can stand beside it; what a gather brings takes
        memory from its start on, so besides this order there are some with gathers held back

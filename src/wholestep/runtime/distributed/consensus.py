@@ -4,7 +4,7 @@ A collective that one rank does not issue hangs all others, so the plan of what 
 over a channel that cannot hang. Rank 0 judges: every rank shows the SHA-256 of its text, rank 0 publishes one
 verdict, and all ranks act on that verdict. Whole texts travel only when hashes differ, and then only one per
 group of ranks that agree among themselves. Texts that differ belong together where the difference is what some
-ranks do among themselves, and those have it alike (`wholestep.runtime.distributed.rank_diff.misfit`).
+ranks do among themselves, and those have it alike (`wholestep.runtime.distributed.rank_diff.mismatch`).
 
 Keys below ``wholestep/agree/<key>/``, in the order in which they are written:
 
