@@ -267,7 +267,7 @@ class _WholeParameter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: DTensor, whole: torch.Tensor, shards: ShardedParameters) -> torch.Tensor:
         ctx.shard, ctx.shards = shard, shards
-        return whole.view_as(whole)
+        return whole.data  # no view: Python may write to the memory beside the graph
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
