@@ -48,7 +48,7 @@ IDIOM = Idiom(name="it", group="none", build=build)
 
 def judged(monkeypatch: pytest.MonkeyPatch, wrapper: Callable[[Step], Step], backend: str = "eager") -> Outcome:
     """The outcome where this is what `ws.compile` makes of the step."""
-    monkeypatch.setattr(compare.ws, "compile", lambda step, backend: wrapper(step))
+    monkeypatch.setattr(compare.ws, "compile", lambda step, **options: wrapper(step))
     monkeypatch.setattr(compare, "front", lambda step: ("pure", 1, ""))
     return outcome(IDIOM, backend)
 
