@@ -393,7 +393,10 @@ def test_an_object_that_answers_for_every_name_is_asked_for_none(may_go_live: bo
 
 def test_what_is_written_past_a_class_stays_written() -> None:
     """As frozen dataclasses do it, under a name that no code asks for; counted once in a call."""
-    model, box, calls = nn.Linear(3, 1), types.SimpleNamespace(), []
+
+    class Kept: ...
+
+    model, box, calls = nn.Linear(3, 1), Kept(), []
 
     def step(x: Tensor) -> Tensor:
         object.__setattr__(box, "written", 1.5)
