@@ -38,7 +38,7 @@ _SHARDS = (".weight", ".bias", "parameters()", "shadow")
 
 
 class Ranks:
-    """Two processes, made anew after one has failed. Close them, or use ``with``."""
+    """Two processes, made anew after one has failed. They end with the ``with`` block."""
 
     def __init__(self, strategy: str) -> None:
         self._strategy = strategy

@@ -171,12 +171,4 @@ CAPTURE_MUTATIONS = (
         new="",
         tests=(f"{SETTLED}[a switch of torch-True]",),
     ),
-    Mutation(
-        name="writes_past_classes_not_seen",
-        what="what object.__setattr__ writes in a trace is lost",
-        file="capture/python/code_names.py",
-        old=', "__setattr__"',
-        new="",
-        tests=("tests/unit/capture/python/test_attribute_access.py::test_what_is_written_past_a_class_stays_written",),
-    ),
 )

@@ -268,4 +268,12 @@ SHARDING_MUTATIONS = (
         new="        pass",
         tests=(f"{LIVE}[evaluates_before_it_trains]",),
     ),
+    Mutation(
+        name="wrapped_gathered_first_in_inference_mode",
+        what="the same of a module that its user has given to fully_shard",
+        file="runtime/wrapped_strategy.py",
+        old="        fully_shard_settings.gather_once(root)",
+        new="        pass",
+        tests=("tests/ranks/wrapped/test_fully_shard.py::test_an_evaluation_in_inference_mode_spoils_no_training",),
+    ),
 )

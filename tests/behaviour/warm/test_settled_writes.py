@@ -9,7 +9,6 @@ from __future__ import annotations
 import types
 from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,38 +17,10 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
+from benchmarks.random_programs import user_objects as user
 
 CALLS, MOVED_BEFORE = 7, (4, 6)
 OWN, OTHER = 1.0, 0.95
-
-
-class Box:
-    w: Any = OTHER
-
-
-class Slotted:
-    __slots__ = ("w",)
-
-    def __init__(self) -> None:
-        self.w = OTHER
-
-
-class Computed:
-    def __init__(self) -> None:
-        self._w = OTHER
-
-    @property
-    def w(self) -> float:
-        return self._w
-
-    @w.setter
-    def w(self, value: float) -> None:
-        self._w = value
-
-
-@dataclass
-class Record:
-    w: float = OTHER
 
 
 class OfTheClass:
@@ -74,7 +45,7 @@ def by_name(thing: Any) -> tuple[Write, Callable[[], object]]:
     return lambda value: setattr(thing, "".join(["w"]), value), lambda: thing.w
 
 
-def past_the_class(thing: Any) -> tuple[Write, Callable[[], object]]:
+def in_the_dict_of(thing: Any) -> tuple[Write, Callable[[], object]]:
     return lambda value: vars(thing).__setitem__("w", value), lambda: thing.w
 
 
@@ -108,16 +79,16 @@ def switch_of_torch() -> tuple[Write, Callable[[], object]]:
 
 
 PLACES: dict[str, Callable[[], tuple[Write, Callable[[], object]]]] = {
-    "an object": lambda: attribute_of(Box()),
-    "slots": lambda: attribute_of(Slotted()),
-    "a property": lambda: attribute_of(Computed()),
-    "a dataclass": lambda: attribute_of(Record()),
+    "an object": lambda: attribute_of(user.Box(OTHER)),
+    "slots": lambda: attribute_of(user.Slotted(OTHER)),
+    "a property": lambda: attribute_of(user.Computed(OTHER)),
+    "a dataclass": lambda: attribute_of(user.Record(OTHER)),
     "a class": lambda: attribute_of(OfTheClass),
     "a module": lambda: attribute_of(nn.Identity()),
     "a namespace": lambda: attribute_of(types.SimpleNamespace(w=OTHER)),
     "a function": lambda: attribute_of(helper),
-    "a name that is made": lambda: by_name(Box()),
-    "the dict of an object": lambda: past_the_class(Box()),
+    "a name that is made": lambda: by_name(user.Box(OTHER)),
+    "the dict of an object": lambda: in_the_dict_of(user.Box(OTHER)),
     "a dict": lambda: item_of({"w": OTHER}, "w"),
     "a defaultdict": lambda: item_of(defaultdict(float), "w"),
     "a list": lambda: item_of([OTHER], 0),
@@ -149,8 +120,8 @@ def seen_behind_each_call(place: str, *, compiled: bool) -> list[tuple[object, f
     for call in range(CALLS):
         if call in MOVED_BEFORE:
             write(OTHER)
-        seen.append((read(), float(run(torch.ones(2, 3)))))
-        seen.append((read(), 0.0))
+        loss = float(run(torch.ones(2, 3)))
+        seen.append((read(), loss))
     return seen
 
 

@@ -82,6 +82,22 @@ def test_settings_give_the_numbers_of_eager_training(pool2: Any, name: str) -> N
     assert [traces for traces, _ in pool2.run(equal_to_eager, train, SETTINGS[name])] == [1, 1]
 
 
+def trains_behind_an_evaluation() -> tuple[int, int]:
+    """The first forward outside of a graph is in inference mode, and the second one is an eager step."""
+    (eager, opt), (model, own), compiled = sharded(), sharded(), ws.compile(train, fullgraph=True)
+    for number, (x, y) in enumerate(batches(3)):
+        given = (train if number == 1 else compiled)(model, own, x, y)
+        assert torch.equal(given, train(eager, opt, x, y))
+        with torch.inference_mode():
+            model(x)
+    return sum(torch.equal(*pair) for pair in zip(whole(eager), whole(model), strict=True)), len(whole(eager))
+
+
+def test_an_evaluation_in_inference_mode_spoils_no_training(pool2: Any) -> None:
+    for equal, count in pool2.run(trains_behind_an_evaluation):
+        assert equal == count
+
+
 def test_micro_batches_without_sync_are_reduced_once(pool2: Any) -> None:
     for traces, scatters in pool2.run(equal_to_eager, accumulating, {}):
         assert traces == 1

@@ -13,8 +13,6 @@ from wholestep.capture.python.code_owner import Owner, owner_of_class
 
 SEES_ALL: tuple[types.BuiltinFunctionType, ...] = (eval, exec, globals)  # type: ignore[assignment]
 """What is built in and gives a step names that stand nowhere in its code."""
-_BY_NAME = {"getattr", "hasattr", "attrgetter", "__setattr__"}
-"""What is given the name of an attribute as text. (A class tells of ``setattr``, and not of ``object.__setattr__``.)"""
 
 
 def codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -28,7 +26,7 @@ def codes(code: types.CodeType) -> Iterator[types.CodeType]:
 def names(code: types.CodeType) -> Iterator[str]:
     """Names of globals and attributes in a code, those included that it asks for by text."""
     yield from code.co_names
-    if not _BY_NAME.isdisjoint(code.co_names):
+    if not {"getattr", "hasattr", "attrgetter"}.isdisjoint(code.co_names):
         yield from (text for text in code.co_consts if isinstance(text, str) and text.isidentifier())
 
 

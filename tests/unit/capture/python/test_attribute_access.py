@@ -389,21 +389,3 @@ def test_an_object_that_answers_for_every_name_is_asked_for_none(may_go_live: bo
         step(torch.ones(2, 2))
         assert box == {"weight": 0.5 ** (call + 1)}
     assert len(seen) == 4
-
-
-def test_what_is_written_past_a_class_stays_written() -> None:
-    """As frozen dataclasses do it, under a name that no code asks for; counted once in a call."""
-
-    class Kept: ...
-
-    model, box, calls = nn.Linear(3, 1), Kept(), []
-
-    def step(x: Tensor) -> Tensor:
-        object.__setattr__(box, "written", 1.5)
-        return model(x).sum()
-
-    compiled = ws.compile(step, backend="eager")
-    for _ in range(3):
-        compiled(torch.ones(2, 3))
-        calls.append(dict(vars(box)))
-    assert calls == [{"written": 1.5}] * 3
