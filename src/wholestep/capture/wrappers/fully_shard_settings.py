@@ -55,11 +55,21 @@ def gather_once(root: nn.Module) -> None:
 
     It makes them in a module's first gather and keeps them. A graph gathers without them, so the first gather may be an
     evaluation in inference mode, and what is made there serves no training any more. All ranks take part.
+
+    Modules whose parameters that train have several dtypes are left as they are: torch itself gathers no such module
+    (AssertionError), so none of them has an eager forward.
     """
     for module in sharded_modules([root]):
-        if not all(hasattr(one, "_unsharded_param") for group in _groups_of(module) for one in group.fsdp_params):
+        groups = _groups_of(module)
+        is_made = all(hasattr(one, "_unsharded_param") for group in groups for one in group.fsdp_params)
+        if not is_made and all(map(_has_one_dtype, groups)):
             module.unshard()
             module.reshard()
+
+
+def _has_one_dtype(group: Any) -> bool:
+    trained = {one.sharded_param.dtype for one in group.fsdp_params if one.sharded_param.requires_grad}
+    return len(trained) <= 1
 
 
 def watched(name: str, module: nn.Module, *, is_root: bool) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
