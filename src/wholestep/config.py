@@ -221,7 +221,8 @@ class FSDP(DataParallelOptions):
 
     reshard_after_forward: bool | Literal["auto"] = "auto"
     """True: gathered parameters are dropped behind the forward and gathered again for the backward; False: they are
-    kept; "auto": they are kept if the step is predicted to fit the GPU's memory so, which the plan notes."""
+    kept; "auto": no more of them are gathered again than it takes to fit the GPU's memory by prediction, which the plan
+    notes."""
     mp_policy: MixedPrecisionPolicy | None = None
     """The types in which parameters are gathered and gradients reduced, as `fully_shard` takes them."""
     units: tuple[str, ...] | Literal["auto"] = "auto"

@@ -12,6 +12,14 @@ ARRAYS = "tests/unit/capture/effects/test_written_arrays.py"
 
 CAPTURE_MUTATIONS = (
     Mutation(
+        name="writes_past_classes_unseen",
+        what="what a step sets by object.__setattr__ is not compared in later calls",
+        file="capture/python/code_names.py",
+        old='_PAST_CLASSES = ("__setattr__", "__delattr__")',
+        new="_PAST_CLASSES = ()",
+        tests=(f"{SETTLED}[a name past the class-True]",),
+    ),
+    Mutation(
         name="closures_see_state_that_is_not_there",
         what="the closure of an optimizer sees the state that a capture has made",
         file="capture/reach/train_state.py",

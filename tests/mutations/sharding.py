@@ -6,6 +6,7 @@ from mutations import Mutation
 
 PLACED = "tests/unit/place/test_sharded.py"
 VERIFY = "tests/unit/runtime/verify/test_verify_sharded.py"
+CHOICE = "tests/unit/api/test_reshard_choice.py"
 BUCKETS = "tests/unit/passes/comm/test_gather_buckets.py"
 PREFETCH = "tests/unit/passes/schedule/test_prefetch.py"
 IN_PLACE = "tests/unit/passes/memory/test_gather_in_place.py"
@@ -43,9 +44,25 @@ SHARDING_MUTATIONS = (
         name="gathered_once",
         what="parameters that are to be gathered again are kept",
         file="place/sharded_placer.py",
-        old="        if not self._regather and (",
-        new="        if (",
+        old="        is_kept = self._again is not None and",
+        new="        is_kept = self._again is None or",
         tests=(f"{PLACED}::test_parameters_that_the_backward_reads_are_gathered_again",),
+    ),
+    Mutation(
+        name="more_gathered_again_than_it_takes",
+        what="where parameters cannot all be kept, all are gathered again",
+        file="api/reshard_choice.py",
+        old="    while found_bytes <= may_bytes and enough",
+        new="    while found_bytes < 0 and enough",
+        tests=(f"{CHOICE}::test_no_more_are_gathered_again_than_the_device_asks_for",),
+    ),
+    Mutation(
+        name="last_gathered_again",
+        what="those parameters are gathered again that the forward uses last",
+        file="api/reshard_choice.py",
+        old="names[:num_again]",
+        new="names[-num_again:]",
+        tests=(f"{CHOICE}::test_those_that_the_forward_uses_first_are_gathered_again",),
     ),
     Mutation(
         name="reduced_gradients_reduced_again",

@@ -16,7 +16,7 @@ keep all of it alive.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -52,11 +52,13 @@ class ShardedPlacer(Placer):
     """One placement of a program with sharded inputs."""
 
     def __init__(
-        self, program: Program, strategy: Strategy, rules: Mapping[Any, Rule], *, regather: bool, shard_grads: bool
-    ) -> None:
-        """`regather`: each phase gathers what it reads. `shard_grads`: gradients that the step leaves are parts."""
+        self, program: Program, strategy: Strategy, rules: Mapping[Any, Rule], *,
+        again: Collection[str] | None, shard_grads: bool,
+    ) -> None:  # fmt: skip
+        """`again`: names of the inputs that each phase gathers for itself; None for all that a phase reads.
+        `shard_grads`: gradients that the step leaves are parts."""
         super().__init__(program, strategy, rules)
-        self._regather, self._shard_grads = regather, shard_grads
+        self._again, self._shard_grads = again, shard_grads
         self.layouts: dict[fx.Node, Any] = {}
         """New node -> its layout, or lists of layouts; a node that is not in here is whole."""
         self.param_specs = specs_by_param(program)
@@ -264,7 +266,8 @@ class ShardedPlacer(Placer):
             return self.emit(layout.node.target, base, *rest, like=layout.node, **layout.node.kwargs)
         if isinstance(layout, NormOfShard):
             return self.combined_norms([value], layout.order)[0]
-        if not self._regather and ((value, "") in self._whole or phase in node_meta.COMPUTING_PHASES):
+        is_kept = self._again is not None and self._labels.get(value) not in self._again
+        if is_kept and ((value, "") in self._whole or phase in node_meta.COMPUTING_PHASES):
             return self._kept(value, layout)
         return self._gather(value, layout, phase)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -190,10 +191,13 @@ def _dtype_name(entry: tuple[Input, Any]) -> str:
 
 
 @without_autocast()
-def place(program: Program, config: Strategy | None, axes: tuple[MeshAxis, ...]) -> Program:
+def place(
+    program: Program, config: Strategy | None, axes: tuple[MeshAxis, ...], *, again: Collection[str] = ()
+) -> Program:
     """Spreads a captured program over mesh axes: the first one, over which its inputs may be cut, and others.
 
-    `config` None, or no axis: one process.
+    `config` None, or no axis: one process. `again`: names of inputs that the backward gathers again, where `config`
+    does not say so of all.
 
     Raises:
         PlacementError: for names in ``ignore`` that are no parameter of the step.
@@ -204,22 +208,22 @@ def place(program: Program, config: Strategy | None, axes: tuple[MeshAxis, ...])
         raise PlacementError(
             f"{type(config).__name__}(ignore=...) names {unknown}, but the step's parameters are {sorted(params)}."
         )
-    placed = _placer(program, config, axes).run()
+    placed = _placer(program, config, axes, again).run()
     remove_dead_code(placed.graph)
     placed.module.recompile()
     verify(placed)
     return placed
 
 
-def _placer(program: Program, config: Strategy | None, axes: tuple[MeshAxis, ...]) -> Placer:
+def _placer(program: Program, config: Strategy | None, axes: tuple[MeshAxis, ...], again: Collection[str]) -> Placer:
     is_cut = any(record.shard is not None for record in program.inputs)
     if config is None or prod(axis.size for axis in axes) == 1:
         if is_cut:
             raise PlacementError("The step has sharded tensors, and runs on one process or without a strategy.")
         return Placer(program, Alone((MeshAxis(name="data", size=1, group=""),)), RULES)
     if is_cut:
-        regather = isinstance(config, FSDP) and config.reshard_after_forward is True
+        is_all = isinstance(config, FSDP) and config.reshard_after_forward is True
         shard_grads = not (isinstance(config, ZeRO) and config.stage == 1)
         strategy = ShardedDataParallel(config, axes)
-        return RulePlacer(program, strategy, RULES, regather=regather, shard_grads=shard_grads)
+        return RulePlacer(program, strategy, RULES, again=None if is_all else again, shard_grads=shard_grads)
     return Placer(program, DataParallel(config, axes), RULES)

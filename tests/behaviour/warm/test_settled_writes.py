@@ -9,6 +9,7 @@ from __future__ import annotations
 import types
 from collections import defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,11 @@ class OfTheClass:
     w: Any = OTHER
 
 
+@dataclass(frozen=True)
+class Frozen:
+    w: float
+
+
 def helper() -> None: ...
 
 
@@ -43,6 +49,10 @@ def attribute_of(thing: Any) -> tuple[Write, Callable[[], object]]:
 
 def by_name(thing: Any) -> tuple[Write, Callable[[], object]]:
     return lambda value: setattr(thing, "".join(["w"]), value), lambda: thing.w
+
+
+def past_the_class_of(thing: Any) -> tuple[Write, Callable[[], object]]:
+    return lambda value: object.__setattr__(thing, "w", value), lambda: thing.w
 
 
 def in_the_dict_of(thing: Any) -> tuple[Write, Callable[[], object]]:
@@ -88,6 +98,8 @@ PLACES: dict[str, Callable[[], tuple[Write, Callable[[], object]]]] = {
     "a namespace": lambda: attribute_of(types.SimpleNamespace(w=OTHER)),
     "a function": lambda: attribute_of(helper),
     "a name that is made": lambda: by_name(user.Box(OTHER)),
+    "a name past the class": lambda: past_the_class_of(user.Box(OTHER)),
+    "a frozen dataclass": lambda: past_the_class_of(Frozen(OTHER)),
     "the dict of an object": lambda: in_the_dict_of(user.Box(OTHER)),
     "a dict": lambda: item_of({"w": OTHER}, "w"),
     "a defaultdict": lambda: item_of(defaultdict(float), "w"),

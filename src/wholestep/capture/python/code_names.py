@@ -6,13 +6,15 @@ import dis
 import functools
 import inspect
 import types
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from wholestep.capture.python.class_attributes import NOT_IN_A_STEP, functions_in
 from wholestep.capture.python.code_owner import Owner, owner_of_class
 
 SEES_ALL: tuple[types.BuiltinFunctionType, ...] = (eval, exec, globals)  # type: ignore[assignment]
 """What is built in and gives a step names that stand nowhere in its code."""
+_PAST_CLASSES = ("__setattr__", "__delattr__")
+"""``object.__setattr__(thing, "name", item)`` writes to an object, and its class does not tell."""
 
 
 def codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -26,8 +28,17 @@ def codes(code: types.CodeType) -> Iterator[types.CodeType]:
 def names(code: types.CodeType) -> Iterator[str]:
     """Names of globals and attributes in a code, those included that it asks for by text."""
     yield from code.co_names
-    if not {"getattr", "hasattr", "attrgetter"}.isdisjoint(code.co_names):
-        yield from (text for text in code.co_consts if isinstance(text, str) and text.isidentifier())
+    if not {"getattr", "hasattr", "attrgetter", *_PAST_CLASSES}.isdisjoint(code.co_names):
+        yield from _texts(code)
+
+
+def written_past_classes(reached: Iterable[types.CodeType]) -> set[str]:
+    """Names of attributes that codes may write without the class of the object being asked to."""
+    return {text for one in reached if not set(_PAST_CLASSES).isdisjoint(one.co_names) for text in _texts(one)}
+
+
+def _texts(code: types.CodeType) -> Iterator[str]:
+    return (text for text in code.co_consts if isinstance(text, str) and text.isidentifier())
 
 
 def globals_of(function: types.FunctionType) -> set[str]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from wholestep.capture.python.attribute_access import AttributeAccess, is_observable
+from wholestep.capture.python.code_names import written_past_classes
 from wholestep.capture.python.snapshot import Snapshot, only_reached
 from wholestep.capture.reach import reachability
 from wholestep.capture.reach import train_state as stating
@@ -88,7 +89,8 @@ class StepContext:
         found, read = [one for one in self.reachable.snapshots if one.guard], self.attributes.read
         if not read:
             return found
-        return only_reached(found, self._walk(read).snapshots)
+        unseen = written_past_classes(self.reachable.codes)
+        return only_reached(found, self._walk({key: names | unseen for key, names in read.items()}).snapshots)
 
     def _held_arguments(self) -> set[int]:
         """By id the tensors among the arguments to which the walk comes as well, by way of attributes alone.
