@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import random
 from collections import deque
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.unit.live.both import CALLS, Compiled, Net, Step, Training, Unguarded, batch, train_both
 from wholestep.errors import CaptureError
@@ -381,3 +384,29 @@ def test_wrong_arguments_of_one_call_do_not_make_an_operator_unknown(monkeypatch
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         LiveStep(appends_the_loss(training), "step", "", Compiled())((torch.ones(3, 5),), {})
     assert train_both(appends_the_loss).stats.launches == CALLS - 1
+
+
+def test_what_runs_on_no_fakes_is_no_error_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``copy.deepcopy`` sets a storage, which torch reports with a traceback when a fake is asked for it."""
+
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> Tensor:
+            loss = training.update(training.model(x).square().mean())
+            training.notes.append(loss.item())
+            training.opt.load_state_dict(copy.deepcopy(training.opt.state_dict()))
+            return loss
+
+        return step
+
+    reported: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", reported.append)
+    monkeypatch.setattr(observer, "_known_shapes", {})
+    of_fakes = logging.getLogger(FakeTensorMode.__module__)
+    of_fakes.addHandler(handler)
+    try:
+        train_both(make)
+    finally:
+        of_fakes.removeHandler(handler)
+    assert reported == []
+    assert not of_fakes.disabled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholestep.capture.functionalize.version_counters import lists_counted, written_tensors
 
+_of_fakes = logging.getLogger(FakeTensorMode.__module__)
 _known_shapes: dict[Any, bool] = {}
 """By operator: whether shapes of its results follow from shapes of its arguments."""
 
@@ -79,6 +81,7 @@ def _has_known_shapes(func: Any, args: Any, kwargs: Any) -> bool:
 
 def _runs_on_fakes(func: Any, args: Any, kwargs: Any) -> bool:
     mode, stream = FakeTensorMode(), random.getstate()  # torch draws the numbers of fake collectives from it
+    was_silent, _of_fakes.disabled = _of_fakes.disabled, True  # an error is an answer, and no fault to report
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda one: mode.from_tensor(one.detach()), (args, kwargs))
     try:
         with mode:
@@ -87,6 +90,7 @@ def _runs_on_fakes(func: Any, args: Any, kwargs: Any) -> bool:
         return False
     finally:
         random.setstate(stream)
+        _of_fakes.disabled = was_silent
     return True
 
 
