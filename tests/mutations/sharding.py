@@ -13,6 +13,7 @@ IN_PLACE = "tests/unit/passes/memory/test_gather_in_place.py"
 STATE = "tests/ranks/sharding/test_live_state.py"
 SHARD = "tests/ranks/sharding/test_shard.py"
 LIVE = "tests/ranks/sharding/test_live_shards.py::test_python_sees_whole_tensors"
+MODULES = "tests/ranks/sharding/test_live_modules.py"
 POOL = "tests/unit/lower/cudagraph/test_graph_pool.py"
 
 SHARDING_MUTATIONS = (
@@ -63,6 +64,38 @@ SHARDING_MUTATIONS = (
         old="names[:num_again]",
         new="names[-num_again:]",
         tests=(f"{CHOICE}::test_those_that_the_forward_uses_first_are_gathered_again",),
+    ),
+    Mutation(
+        name="writes_of_a_forward_lost",
+        what="what a forward writes to a gathered parameter is dropped with it",
+        file="capture/wrappers/fully_shard_hooks.py",
+        old="        if group.is_unsharded:",
+        new="        if False:",
+        tests=(f"{MODULES}::test_modules_do_what_whole_ones_do[trains]",),
+    ),
+    Mutation(
+        name="all_is_rounded_as_gathered",
+        what="a forward rounds parameters to the type in which they are gathered",
+        file="capture/wrappers/fully_shard_hooks.py",
+        old="torch.where(part == local.to(part.dtype), local, part.to(local.dtype))",
+        new="part.to(local.dtype)",
+        tests=(f"{MODULES}::test_what_a_forward_does_not_write_to_is_not_rounded",),
+    ),
+    Mutation(
+        name="hooks_of_shards_silent",
+        what="hooks for the gradients of a sharded parameter are not called",
+        file="capture/wrappers/fully_shard_hooks.py",
+        old="            if one._unsharded_param._backward_hooks is not one.sharded_param._backward_hooks:",
+        new="            if False:",
+        tests=(f"{MODULES}::test_modules_do_what_whole_ones_do[bounds_gradients]",),
+    ),
+    Mutation(
+        name="shards_draw_for_themselves",
+        what="random numbers for a parameter are drawn by torch's rules for shards",
+        file="live/shard_calls.py",
+        old="            with DrawWatch():  # type: ignore[no-untyped-call]",
+        new="            if True:",
+        tests=(f"{MODULES}::test_modules_do_what_whole_ones_do[makes_weights_anew]",),
     ),
     Mutation(
         name="reduced_gradients_reduced_again",

@@ -28,12 +28,14 @@ from torch.utils import _pytree as pytree
 
 from wholestep.capture.python.code_owner import is_library_class
 from wholestep.capture.reach.train_state import states
+from wholestep.capture.wrappers.fully_shard_hooks import as_of_whole_parameters
 from wholestep.ir.dtensor.shards import cut, is_dtensor, is_sharded
 from wholestep.live.opaque.functions import clear_grads, redirected
 from wholestep.live.peers import RUNS_ON_SHARDS, Event, Peers
 from wholestep.live.pieces.observation import execute
 from wholestep.live.recording.handle import CURRENT, RecordingMode
 from wholestep.live.recording.metadata import METADATA
+from wholestep.live.recording.observer import Draws, DrawWatch
 from wholestep.live.recording.path import BACKWARDS
 from wholestep.live.recording.structure import flatten, unflatten
 from wholestep.live.sharded_parameters import ShardedParameters, is_same_memory
@@ -51,14 +53,8 @@ _OF_THE_OBJECT = (torch.Tensor.detach, torch.detach, torch.Tensor.__deepcopy__)
 def whole_operands(peers: Peers) -> Iterator[None]:
     """While open, what this thread's Python computes with shards it computes with whole tensors."""
     calls = ShardCalls(peers)
-    with redirected(looks=True):
-        CURRENT.run = calls
-        try:
-            with RecordingMode():
-                yield
-        finally:
-            CURRENT.run = None
-            calls.write_back()
+    with redirected(looks=True), as_of_whole_parameters(calls.of_python), calls.of_python():
+        yield
 
 
 @dataclass(slots=True)
@@ -85,6 +81,17 @@ class ShardCalls:
         self._peers = peers
         self._held: list[_Whole] = []
         """Whole tensors of which Python may hold views: they are what their shards are until they are written back."""
+
+    @contextmanager
+    def of_python(self) -> Iterator[None]:
+        """While open, what this thread calls is of the step's own Python."""
+        around, CURRENT.run = CURRENT.run, self
+        try:
+            with RecordingMode():
+                yield
+        finally:
+            CURRENT.run = around
+            self.write_back()
 
     def called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a torch function by the step's own Python."""
@@ -193,11 +200,12 @@ class ShardCalls:
         return result
 
     def _in_place(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
-        """A call in place on shards alone: torch knows how, for most."""
+        """A call in place on shards alone: torch knows how, for most. What draws, draws for the whole tensor."""
         self.write_back()
         try:
-            result = execute(function, args, kwargs)
-        except NotImplementedError:
+            with DrawWatch():  # type: ignore[no-untyped-call]
+                result = execute(function, args, kwargs)
+        except (NotImplementedError, Draws):
             return self._on_whole(function, leaves, flatten((args, kwargs), []))
         self._refresh()
         return result

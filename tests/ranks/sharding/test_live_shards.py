@@ -270,17 +270,20 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def beside_ddp(name: str, mesh: Any = None) -> list[str]:
-    """Calls beside eager DistributedDataParallel: what differs."""
     gated = name == "ranks_use_different_parameters"
-    ours, theirs = training(gated=gated), training(gated=gated)
-    theirs.model = DistributedDataParallel(theirs.net, find_unused_parameters=gated)
-    step = ws.compile(STEPS[name], strategy=ws.FSDP(), mesh=mesh, backend="eager")
+    return compared(STEPS[name], training(gated=gated), training(gated=gated), mesh=mesh, unused=gated)
+
+
+def compared(write: Step, ours: Training, theirs: Training, *, mesh: Any = None, unused: bool = False) -> list[str]:
+    """Calls beside eager DistributedDataParallel: what differs."""
+    theirs.model = DistributedDataParallel(theirs.net, find_unused_parameters=unused)
+    step = ws.compile(write, strategy=ws.FSDP(), mesh=mesh, backend="eager")
     faults = []
     for call in range(CALLS):
         torch.manual_seed(10 * call + dist.get_rank())
         x, y = torch.randn(6, 6), torch.randn(6, 3)
         step(ours, x, y)
-        STEPS[name](theirs, x, y)
+        write(theirs, x, y)
         if not torch.allclose(torch.tensor(ours.notes), torch.tensor(theirs.notes), rtol=TOLERANCE, atol=TOLERANCE):
             faults.append(f"call {call}: {ours.notes} for {theirs.notes}")
     for (fqn, want), came in zip(theirs.net.named_parameters(), ours.net.parameters(), strict=True):

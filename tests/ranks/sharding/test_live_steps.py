@@ -94,14 +94,9 @@ def test_a_step_that_reads_values_is_not_refused(pool2: Any, strategy: str, firs
         assert note in " ".join(explanation.split())
 
 
-def refusal(what: str) -> str:
+def refused_sum() -> str:
     model, opt = things()
-    strategy: Strategy = ws.FSDP()
-    if what == "sum":
-        strategy = ws.FSDP(reduce="sum")
-    elif what == "hook":
-        model.layers[0].weight.register_hook(lambda grad: grad * 2)  # type: ignore[index,union-attr,operator]
-    step = ws.compile(train, strategy=strategy, backend="eager")
+    step = ws.compile(train, strategy=ws.FSDP(reduce="sum"), backend="eager")
     try:
         step(model, opt, torch.randn(6, 4), torch.randn(6, 3), [])
     except ws.CaptureError as error:
@@ -109,11 +104,10 @@ def refusal(what: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("what", "cause"), [("sum", "average gradients"), ("hook", "has a hook for its gradient")])
-def test_what_the_hooks_of_torch_do_otherwise_is_refused(pool2: Any, what: str, cause: str) -> None:
-    for text in pool2.run(refusal, what):
+def test_sums_that_the_hooks_of_torch_would_average_are_refused(pool2: Any) -> None:
+    for text in pool2.run(refused_sum):
         assert "value of a tensor decides" in text
-        assert cause in text
+        assert "average gradients" in text
 
 
 def on_two_axes(strategy: str, first_live: int) -> tuple[list[str], str]:

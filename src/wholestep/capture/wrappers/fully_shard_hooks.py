@@ -7,7 +7,7 @@ parameters are then part of the graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +17,8 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+from wholestep.ir.dtensor.shards import cut
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
@@ -40,6 +42,13 @@ def key_text(key: Any) -> str | None:
 def is_bookkeeping(key: Any) -> bool:
     """Whether torch keeps a count of its own under that name in a sharded parameter."""
     return isinstance(key, str) and key == "_fsdp_orig_uid"
+
+
+def is_own_hook(hook: Any) -> bool:
+    """Whether a hook of a module is one of those by which ``fully_shard`` works."""
+    hook = getattr(hook, "hook", hook)  # torch wraps those for loading state
+    home = getattr(getattr(hook, "__self__", hook), "__module__", "")
+    return home.startswith(FSDPState.__module__.rpartition(".")[0])
 
 
 def lies_in_state(path: str) -> bool:
@@ -106,6 +115,74 @@ def reduced_alike() -> Iterator[set[int]]:
 
     with patch.object(FSDPParamGroup, "post_backward", post_backward):
         yield used
+
+
+@contextmanager
+def as_of_whole_parameters(of_python: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """While open, sharded modules do with their parameters what they do with whole ones.
+
+    What a forward writes to gathered ones goes into the shards before the gathered ones are dropped. Hooks for
+    gradients of a parameter are called, with gradients of this rank, as under DistributedDataParallel. Hooks behind the
+    accumulation are called by torch, with reduced gradients; `of_python` is open while they are.
+    """
+    begin, end, reduce = FSDPParamGroup.pre_forward, FSDPParamGroup.post_forward, FSDPParamGroup.post_backward
+
+    def pre_forward(group: FSDPParamGroup, *args: Any) -> Any:
+        result = begin(group, *args)
+        for one in group.fsdp_params:
+            if one._unsharded_param._backward_hooks is not one.sharded_param._backward_hooks:
+                one._unsharded_param._backward_hooks = one.sharded_param._backward_hooks
+        return result
+
+    def post_forward(group: FSDPParamGroup, *args: Any) -> Any:
+        if group.is_unsharded:
+            for one in group.fsdp_params:
+                _write_through(one)
+        return end(group, *args)
+
+    def post_backward(group: FSDPParamGroup, *args: Any) -> None:
+        held = [(one.sharded_param, getattr(one.sharded_param, _BEHIND, None)) for one in group.fsdp_params]
+        hooked = [(param, hooks) for param, hooks in held if hooks]
+        for param, hooks in hooked:
+            setattr(param, _BEHIND, type(hooks)((key, _within(of_python, hook)) for key, hook in hooks.items()))
+        try:
+            reduce(group, *args)
+        finally:
+            for param, hooks in hooked:
+                setattr(param, _BEHIND, hooks)
+
+    with (
+        patch.object(FSDPParamGroup, "pre_forward", pre_forward),
+        patch.object(FSDPParamGroup, "post_forward", post_forward),
+        patch.object(FSDPParamGroup, "post_backward", post_backward),
+    ):
+        yield
+
+
+_BEHIND = "_post_accumulate_grad_hooks"
+
+
+def _within(around: Callable[[], AbstractContextManager[None]], hook: Callable[[Any], None]) -> Callable[[Any], None]:
+    def called(param: Any) -> None:
+        with around():
+            hook(param)
+
+    return called
+
+
+@torch.no_grad()
+def _write_through(one: Any) -> None:
+    """Puts this rank's part of a gathered parameter into the shard. Whether it was written to is not asked: that would
+    have the host wait for a GPU."""
+    whole, memory, shard = one._unsharded_param, one.all_gather_outputs[0], one.sharded_param
+    if whole.untyped_storage()._cdata != memory.untyped_storage()._cdata:  # ``param.data = ...``
+        written = whole.data
+        whole.data = memory.as_strided(whole.shape, whole.stride())  # torch gathers into the memory that it knows
+        whole.data.copy_(written)  # past its counter of versions: a graph may hold it by now
+    local, part = shard._local_tensor.detach(), cut(whole, shard.device_mesh, shard.placements)._local_tensor
+    if part.dtype != local.dtype:  # gathered in another type: only what was written is rounded to it
+        part = torch.where(part == local.to(part.dtype), local, part.to(local.dtype))
+    local.copy_(part)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 
 from wholestep.capture.reach.reachability import find_reachable
 from wholestep.capture.reach.reachable import Reachable
-from wholestep.capture.reach.train_state import collect, states
+from wholestep.capture.reach.train_state import states
 from wholestep.config import DDP, FSDP, DataParallelOptions, Strategy, ZeRO
 from wholestep.errors import CaptureError
 from wholestep.ir.dtensor.shards import is_sharded
@@ -30,11 +30,11 @@ def live_strategy(
     """
     if isinstance(strategy, DDP):
         return strategy
-    found = find_reachable(step, args, kwargs)
     if isinstance(strategy, FSDP):
-        _check(found, strategy)
+        if strategy.reduce != "mean":
+            raise CaptureError(f"FSDP(reduce={strategy.reduce!r}): the hooks of fully_shard average gradients.")
         return strategy
-    _make_whole(found)
+    _make_whole(find_reachable(step, args, kwargs))
     return DDP(**{field.name: getattr(strategy, field.name) for field in fields(DataParallelOptions)})
 
 
@@ -45,15 +45,6 @@ def live_note(strategy: Strategy, axes: tuple[MeshAxis, ...]) -> str:
     is_eager = " On a mesh of two axes the step runs as eager code." if len(axes) > 1 else ""
     whole = "ZeRO keeps optimizer state whole on every rank, as DDP does."
     return f"{whole}{is_eager}" if isinstance(strategy, ZeRO) else ""
-
-
-def _check(found: Reachable, strategy: FSDP) -> None:
-    if strategy.reduce != "mean":
-        raise CaptureError(f"FSDP(reduce={strategy.reduce!r}): the hooks of fully_shard average gradients.")
-    params = collect(found).params
-    hooked = next((slot.name for slot in params if slot.tensor._backward_hooks and is_sharded(slot.tensor)), None)
-    if hooked is not None:
-        raise CaptureError(f"{hooked} has a hook for its gradient, which fully_shard does not call.")
 
 
 def _make_whole(found: Reachable) -> None:

@@ -33,6 +33,7 @@ from wholestep.runtime.distributed.world import init
 from wholestep.runtime.sharding.materialize import Initialize, check_initializers, is_on_meta, materialize
 from wholestep.runtime.sharding.replace_references import cut_state, replace_everywhere
 from wholestep.runtime.sharding.units import units_of
+from wholestep.runtime.sharding.whole_copies import allow_copies
 
 log = logging.getLogger("wholestep")
 
@@ -162,6 +163,7 @@ def _shard_unit(
         shard_placement_fn=config.shard_placement_fn or (lambda one: Shard(default_dim(tuple(one.shape), num_ranks))),
         mp_policy=config.mp_policy or MixedPrecisionPolicy(), ignored_params=ignored or None,
     )  # fmt: skip
+    allow_copies(unit)
     pairs: dict[int, tuple[torch.Tensor, DTensor]] = {}
     for fqn, new in root.named_parameters(remove_duplicate=False):
         old = before.get(fqn)
