@@ -3,6 +3,7 @@
     python -m benchmarks.idiom_table > docs/idioms.md
     python -m benchmarks.idiom_table --group schedulers containers
     python -m benchmarks.idiom_table --idiom list_of_numbers mixup --json
+    python -m benchmarks.idiom_table --strategy fsdp   # on two gloo processes
 
 An idiom is a small training loop of `benchmarks/idioms/`. Its step is called ten times eagerly and ten times compiled
 for the eager backend, from the same start; after every call everything is compared that somebody can look at. The exit
@@ -26,6 +27,7 @@ from rich.progress import Progress
 
 from benchmarks.idioms import CALLS, GROUPS, IDIOMS
 from benchmarks.idioms.compare import Outcome, outcome
+from benchmarks.idioms.on_ranks import STRATEGIES, Ranks, outcome_under
 
 INTRODUCTION = (
     "What people write inside of a training step, each compiled and compared with eager code: results, parameters,",
@@ -64,6 +66,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--idiom", nargs="+", choices=IDIOMS, metavar="NAME", help="only these (default: all)")
     parser.add_argument("--group", nargs="+", choices=GROUPS, help="only those of these groups")
+    parser.add_argument("--strategy", choices=STRATEGIES, help="train on two processes (default: on one, with none)")
     parser.add_argument("--json", action="store_true", help="a list of records, with everything that differs")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -74,11 +77,12 @@ def main() -> int:
         if name in (options.idiom or IDIOMS) and one.group in (options.group or GROUPS)
     ]
     found: dict[str, Outcome] = {}
-    with Progress(console=Console(stderr=True)) as progress:
+    with Progress(console=Console(stderr=True)) as progress, Ranks() as ranks:
         task = progress.add_task("training", total=len(wanted))
         for one in wanted:
             progress.update(task, description=one.name)
-            found[one.name] = outcome(one)
+            strategy = options.strategy
+            found[one.name] = outcome_under(ranks, one.name, strategy) if strategy else outcome(one)
             progress.advance(task)
     if options.json:
         json.dump([asdict(one) for one in found.values()], sys.stdout, indent=1)

@@ -16,7 +16,9 @@ An idiom is a function that builds a fresh training loop, as people write theirs
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,9 +118,22 @@ def small_training(*middle: nn.Module) -> tuple[nn.Sequential, torch.optim.SGD]:
     return model, sgd(model)
 
 
+_all_alike = ContextVar("_all_alike", default=False)
+
+
+@contextmanager
+def batches_of_rank_0() -> Iterator[None]:
+    """While open, batches are the same on every rank."""
+    before = _all_alike.set(True)
+    try:
+        yield
+    finally:
+        _all_alike.reset(before)
+
+
 def generator(call: int) -> torch.Generator:
     """Draws the data of a call: another one in every call and on every rank."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank = dist.get_rank() if dist.is_initialized() and not _all_alike.get() else 0
     return torch.Generator().manual_seed(1000 * rank + call)
 
 

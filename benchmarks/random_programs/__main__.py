@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -23,7 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.random_programs.judge import Verdict, judged, shrunk
-from benchmarks.random_programs.on_ranks import STRATEGIES, Ranks
+from benchmarks.random_programs.on_ranks import STRATEGIES, Ranks, judged_under
 from benchmarks.random_programs.program import random_program
 
 
@@ -45,7 +46,9 @@ def main() -> int:
     failures: list[Verdict] = []
     end = time.monotonic() + options.seconds
     with Progress(console=Console(stderr=True)) as progress, contextlib.ExitStack() as ranks:
-        judge = ranks.enter_context(Ranks(options.strategy)).judged if options.strategy else judged
+        judge = judged
+        if options.strategy:
+            judge = functools.partial(judged_under, ranks.enter_context(Ranks()), options.strategy)
         task = progress.add_task("training", total=options.programs)
         for seed in range(options.first, options.first + options.programs):
             if time.monotonic() > end:

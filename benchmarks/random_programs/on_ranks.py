@@ -8,27 +8,14 @@ on rank 1: a gradient that nobody reduces is seen.
 from __future__ import annotations
 
 import dataclasses
-import logging
 
-import torch
 import torch.distributed as dist
 
 import wholestep as ws
+from benchmarks.idioms.on_ranks import NPROC, STRATEGIES, Ranks
 from benchmarks.random_programs.judge import Verdict, judged
 from benchmarks.random_programs.program import CALLS, Program
-from wholestep.config import Strategy
-from wholestep.runtime.distributed.launch import Workers
-from wholestep.runtime.distributed.world import close_current, enter
 
-STRATEGIES: dict[str, Strategy] = {
-    "ddp": ws.DDP(),
-    "zero1": ws.ZeRO(),
-    "zero2": ws.ZeRO(stage=2),
-    "fsdp": ws.FSDP(),
-    "fsdp_again": ws.FSDP(reshard_after_forward=True),
-}
-_NPROC = 2
-_TIMEOUT_S = 60.0
 _GRADIENTS_OF_A_RANK = ("x.requires_grad", "out.retain_grad", "out.register_hook", "loss.register_hook")
 """What shows gradients that are averaged nowhere: with one of these both ranks count alike, too."""
 _NORM, _BLIND_TO_ROUNDING = "norm=True", "torch.optim.SGD("
@@ -37,36 +24,13 @@ _SHARDS = (".weight", ".bias", "parameters()", "shadow")
 """What is torch's own business between two calls: a parameter is a DTensor there."""
 
 
-class Ranks:
-    """Two processes, made anew after one has failed. They end with the ``with`` block."""
-
-    def __init__(self, strategy: str) -> None:
-        self._strategy = strategy
-        self._workers: Workers | None = None
-
-    def judged(self, program: Program) -> Verdict:
-        """What came of a program on the rank that complains first, or on rank 0."""
-        self._workers = self._workers or Workers(_NPROC, _begin, close_current)
-        try:
-            found: list[Verdict] = self._workers.call(judged_on_a_rank, (program, self._strategy), timeout_s=_TIMEOUT_S)
-        except Exception as error:  # whatever a rank raised, or that one has gone
-            self._workers.close(orderly=False)
-            self._workers = None
-            return Verdict(program, "wrong", (f"{type(error).__name__}: {error}",))
-        return next((one for one in found if not one.holds), found[0])
-
-    def __enter__(self) -> Ranks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._workers is not None:
-            self._workers.close()
-
-
-def _begin() -> None:
-    torch.set_num_threads(1)
-    logging.getLogger("wholestep").setLevel(logging.CRITICAL)
-    enter("gloo", _TIMEOUT_S)
+def judged_under(ranks: Ranks, strategy: str, program: Program) -> Verdict:
+    """What came of a program on the rank that complains first, or on rank 0."""
+    try:
+        found: list[Verdict] = ranks.call(judged_on_a_rank, program, strategy)
+    except Exception as error:  # whatever a rank raised, or that one has gone
+        return Verdict(program, "wrong", (f"{type(error).__name__}: {error}",))
+    return next((one for one in found if not one.holds), found[0])
 
 
 def judged_on_a_rank(program: Program, strategy: str) -> Verdict:
@@ -78,7 +42,7 @@ def judged_on_a_rank(program: Program, strategy: str) -> Verdict:
     if has_norm and _BLIND_TO_ROUNDING not in program.text and not isinstance(STRATEGIES[strategy], ws.DDP):
         return Verdict(program, "discarded, scales a rounding", ())
     alike = has_norm or program.seed % 2 == 0 or any(one in program.text for one in _GRADIENTS_OF_A_RANK)
-    weight = None if alike else 0.0 if dist.get_rank() else float(_NPROC)
+    weight = None if alike else 0.0 if dist.get_rank() else float(NPROC)
     found = judged(program, STRATEGIES[strategy], weight)
     # A result that is a view of a parameter is a copy under FSDP (docs/strategies.md), and shows no later writes.
     told = [one for one in found.complaints if not (is_fsdp and one.startswith(f"call {CALLS}: results of all calls"))]
