@@ -82,11 +82,16 @@ def as_dtensor(local: torch.Tensor, spec: ShardSpec, mesh: DeviceMesh) -> DTenso
 def cut(whole: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
     """This rank's part of a tensor that every rank holds, in memory of its own with room for the padding."""
     made = zero_shard(whole.shape, whole.dtype, whole.device, mesh, placements, stride=whole.stride())
-    axis, dim = _sharded_axis(placements, mesh)
-    own = made._local_tensor
-    first = min(mesh.get_local_rank(axis) * -(-whole.shape[dim] // mesh.size(axis)), whole.shape[dim])
-    own.copy_(whole.detach().narrow(dim, first, own.shape[dim]))
+    made._local_tensor.copy_(own_part(whole, mesh, placements))
     return made
+
+
+def own_part(whole: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:
+    """This rank's part of a tensor that every rank holds: a view, without gradient."""
+    axis, dim = _sharded_axis(placements, mesh)
+    length, num_ranks, rank = whole.shape[dim], mesh.size(axis), mesh.get_local_rank(axis)
+    first = min(rank * -(-length // num_ranks), length)
+    return whole.detach().narrow(dim, first, local_length(length, num_ranks, rank))
 
 
 def zero_shard(
