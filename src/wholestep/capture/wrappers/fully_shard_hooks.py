@@ -6,7 +6,7 @@ parameters are then part of the graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -135,8 +135,9 @@ def as_of_whole_parameters(of_python: Callable[[], AbstractContextManager[None]]
         return result
 
     def post_forward(group: FSDPParamGroup, *args: Any) -> Any:
-        if group.is_unsharded and group.fsdp_params:
-            _write_through(group.fsdp_params)
+        if group.is_unsharded:
+            for one in group.fsdp_params:
+                _write_through(one)
         return end(group, *args)
 
     def post_backward(group: FSDPParamGroup, *args: Any) -> None:
@@ -170,24 +171,18 @@ def _within(around: Callable[[], AbstractContextManager[None]], hook: Callable[[
 
 
 @torch.no_grad()
-def _write_through(params: Sequence[Any]) -> None:
-    """Puts this rank's part of gathered parameters into their shards. Whether they were written to is not asked: that
-    would have the host wait for a GPU."""
-    shards = [one.sharded_param._local_tensor.detach() for one in params]
-    torch._foreach_copy_(shards, [_written_part(*pair) for pair in zip(params, shards, strict=True)])
-
-
-def _written_part(one: Any, local: torch.Tensor) -> torch.Tensor:
+def _write_through(one: Any) -> None:
+    """Puts this rank's part of a gathered parameter into its shard. Whether it was written to is not asked: that would
+    have the host wait for a GPU."""
     whole, memory, shard = one._unsharded_param, one.all_gather_outputs[0], one.sharded_param
     if whole.untyped_storage()._cdata != memory.untyped_storage()._cdata:  # ``param.data = ...``
         written = whole.data
         whole.data = memory.as_strided(whole.shape, whole.stride())  # torch gathers into the memory that it knows
         whole.data.copy_(written)  # past its counter of versions: a graph may hold it by now
-    part = own_part(whole, shard.device_mesh, shard.placements)
-    if part.dtype == local.dtype:
-        return part
-    # Gathered in another type: only what was written is rounded to it.
-    return torch.where(part == local.to(part.dtype), local, part.to(local.dtype))
+    local, part = shard._local_tensor.detach(), own_part(whole, shard.device_mesh, shard.placements)
+    if part.dtype != local.dtype:  # gathered in another type: only what was written is rounded to it
+        part = torch.where(part == local.to(part.dtype), local, part.to(local.dtype))
+    local.copy_(part)
 
 
 @contextmanager
