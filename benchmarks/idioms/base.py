@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,22 +117,23 @@ def small_training(*middle: nn.Module) -> tuple[nn.Sequential, torch.optim.SGD]:
     return model, sgd(model)
 
 
-_all_alike = ContextVar("_all_alike", default=False)
+_alike: list[bool] = []
+"""Not empty where all ranks have the same batches; some idioms draw theirs in threads."""
 
 
 @contextmanager
 def batches_of_rank_0() -> Iterator[None]:
     """While open, batches are the same on every rank."""
-    before = _all_alike.set(True)
+    _alike.append(True)
     try:
         yield
     finally:
-        _all_alike.reset(before)
+        _alike.pop()
 
 
 def generator(call: int) -> torch.Generator:
     """Draws the data of a call: another one in every call and on every rank."""
-    rank = dist.get_rank() if dist.is_initialized() and not _all_alike.get() else 0
+    rank = dist.get_rank() if dist.is_initialized() and not _alike else 0
     return torch.Generator().manual_seed(1000 * rank + call)
 
 
