@@ -98,6 +98,22 @@ SHARDING_MUTATIONS = (
         tests=(f"{MODULES}::test_modules_do_what_whole_ones_do[makes_weights_anew]",),
     ),
     Mutation(
+        name="live_sums_are_averages",
+        what="a live step averages gradients where the strategy sums them",
+        file="runtime/sharding/shard_live.py",
+        old='    if config.reduce == "sum":',
+        new="    if False:",
+        tests=(f"{MODULES}::test_gradients_are_summed_where_the_strategy_says_so",),
+    ),
+    Mutation(
+        name="hooks_see_parts",
+        what="hooks behind the accumulation of a gradient compute with a rank's part of it",
+        file="capture/wrappers/fully_shard_hooks.py",
+        old="        for param, hooks in hooked:\n            setattr(param, _BEHIND, type(hooks)",
+        new="        for param, hooks in ():\n            setattr(param, _BEHIND, type(hooks)",
+        tests=(f"{MODULES}::test_a_hook_behind_the_accumulation_sees_whole_reduced_gradients",),
+    ),
+    Mutation(
         name="reduced_gradients_reduced_again",
         what="a gradient from before the call, which is a sum over the ranks already, is summed again",
         file="place/sharded_rules.py",

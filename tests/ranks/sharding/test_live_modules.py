@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import wholestep as ws
@@ -79,6 +81,33 @@ def training(step: Step) -> Training:
     if step is bounds_gradients:
         made.net.first.weight.register_hook(lambda grad: grad.clamp(-0.001, 0.001))  # type: ignore[no-untyped-call]
     return made
+
+
+class Weighted(Training):
+    """Its loss counts several times."""
+
+    weight = 1.0
+
+
+def sums(t: Training, x: Tensor, y: Tensor) -> None:
+    assert isinstance(t, Weighted)
+    (t.loss(x, y) * t.weight).backward()
+    nn.utils.clip_grad_norm_(t.net.parameters(), 0.5)
+    t.update()
+
+
+def beside_twice_the_mean(axes: bool) -> list[str]:
+    torch.manual_seed(0)
+    ours, theirs = Weighted(Net()), Weighted(Net())
+    theirs.net.load_state_dict(ours.net.state_dict())
+    theirs.weight = float(dist.get_world_size())
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")) if axes else None
+    return compared(sums, ours, theirs, ws.FSDP(reduce="sum"), mesh=mesh)
+
+
+def test_gradients_are_summed_where_the_strategy_says_so(pool2: Any, pool4: Any) -> None:
+    assert pool2.run(beside_twice_the_mean, False) == [[], []]
+    assert pool4.run(beside_twice_the_mean, True) == [[]] * 4
 
 
 class OneByOne(Training):

@@ -274,10 +274,13 @@ def beside_ddp(name: str, mesh: Any = None) -> list[str]:
     return compared(STEPS[name], training(gated=gated), training(gated=gated), mesh=mesh, unused=gated)
 
 
-def compared(write: Step, ours: Training, theirs: Training, *, mesh: Any = None, unused: bool = False) -> list[str]:
+def compared(
+    write: Step, ours: Training, theirs: Training, strategy: ws.FSDP | None = None, *, mesh: Any = None,
+    unused: bool = False,
+) -> list[str]:  # fmt: skip
     """Calls beside eager DistributedDataParallel: what differs."""
     theirs.model = DistributedDataParallel(theirs.net, find_unused_parameters=unused)
-    step = ws.compile(write, strategy=ws.FSDP(), mesh=mesh, backend="eager")
+    step = ws.compile(write, strategy=strategy or ws.FSDP(), mesh=mesh, backend="eager")
     faults = []
     for call in range(CALLS):
         torch.manual_seed(10 * call + dist.get_rank())

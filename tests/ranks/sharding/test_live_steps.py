@@ -94,22 +94,6 @@ def test_a_step_that_reads_values_is_not_refused(pool2: Any, strategy: str, firs
         assert note in " ".join(explanation.split())
 
 
-def refused_sum() -> str:
-    model, opt = things()
-    step = ws.compile(train, strategy=ws.FSDP(reduce="sum"), backend="eager")
-    try:
-        step(model, opt, torch.randn(6, 4), torch.randn(6, 3), [])
-    except ws.CaptureError as error:
-        return f"{error} {error.__cause__}"
-    return ""
-
-
-def test_sums_that_the_hooks_of_torch_would_average_are_refused(pool2: Any) -> None:
-    for text in pool2.run(refused_sum):
-        assert "value of a tensor decides" in text
-        assert "average gradients" in text
-
-
 def on_two_axes(strategy: str, first_live: int) -> tuple[list[str], str]:
     return beside_ddp(strategy, first_live, two_axes=True)
 

@@ -16,7 +16,6 @@ from wholestep.capture.reach.reachability import find_reachable
 from wholestep.capture.reach.reachable import Reachable
 from wholestep.capture.reach.train_state import states
 from wholestep.config import DDP, FSDP, DataParallelOptions, Strategy, ZeRO
-from wholestep.errors import CaptureError
 from wholestep.ir.dtensor.shards import is_sharded
 from wholestep.ir.program import MeshAxis
 
@@ -24,15 +23,8 @@ from wholestep.ir.program import MeshAxis
 def live_strategy(
     step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], strategy: Strategy
 ) -> Strategy:
-    """The strategy under which a step runs live. Every rank has to come: ZeRO gathers state.
-
-    Raises CaptureError for what the hooks of ``fully_shard`` would do otherwise than a graph.
-    """
-    if isinstance(strategy, DDP):
-        return strategy
-    if isinstance(strategy, FSDP):
-        if strategy.reduce != "mean":
-            raise CaptureError(f"FSDP(reduce={strategy.reduce!r}): the hooks of fully_shard average gradients.")
+    """The strategy under which a step runs live. Every rank has to come: ZeRO gathers state."""
+    if not isinstance(strategy, ZeRO):
         return strategy
     _make_whole(find_reachable(step, args, kwargs))
     return DDP(**{field.name: getattr(strategy, field.name) for field in fields(DataParallelOptions)})

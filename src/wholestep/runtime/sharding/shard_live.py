@@ -158,12 +158,15 @@ def _shard_unit(
     ignored = {one for one in before.values() if id(one) not in kept}
     # A root that stayed gathered behind a forward without a backward would be stale behind the next compiled call.
     num_ranks = mesh.size(mesh.ndim - 1)
-    fully_shard(
+    module: Any = fully_shard(
         unit, mesh=mesh, reshard_after_forward=True,
         shard_placement_fn=config.shard_placement_fn or (lambda one: Shard(default_dim(tuple(one.shape), num_ranks))),
         mp_policy=config.mp_policy or MixedPrecisionPolicy(), ignored_params=ignored or None,
     )  # fmt: skip
     allow_copies(unit)
+    if config.reduce == "sum":
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # not every backend multiplies in front of a sum
     pairs: dict[int, tuple[torch.Tensor, DTensor]] = {}
     for fqn, new in root.named_parameters(remove_duplicate=False):
         old = before.get(fqn)
