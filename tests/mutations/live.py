@@ -95,6 +95,14 @@ LIVE_MUTATIONS = (
         ),
     ),
     Mutation(
+        name="viewed_is_not_kept",
+        what="a piece does not give what nobody holds and a view is of",
+        file="live/pieces/pending_calls.py",
+        old="            if self.tensors.if_alive(value) is None:\n",
+        new="            if False:\n",
+        tests=(f"{LATE}::test_a_view_of_what_nobody_holds_is_on_its_memory_behind_a_read",),
+    ),
+    Mutation(
         name="views_bring_nothing",
         what="what a view brings into a graph is not looked at",
         file="live/pieces/recorded_calls.py",

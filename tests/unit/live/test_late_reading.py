@@ -353,3 +353,32 @@ def test_views_of_what_a_forward_gave_that_ran_again_are_on_the_memory_that_pyth
     compiled = Compiled()
     train_both(make, compiled=compiled, calls=9)
     assert compiled.launches >= 9
+
+
+VIEWS_OF_GRADIENTS = {
+    "a row": lambda weight: weight.grad[0],
+    "turned, a column": lambda weight: weight.grad.t()[:, 0],
+    "detached": lambda weight: weight.grad.detach(),
+    "one of several": lambda weight: weight.grad.unbind(0)[1],
+}
+
+
+@pytest.mark.parametrize("view_of", VIEWS_OF_GRADIENTS.values(), ids=VIEWS_OF_GRADIENTS)
+def test_a_view_of_what_nobody_holds_is_on_its_memory_behind_a_read(view_of: Any) -> None:
+    """Nobody holds ``weight.grad``, whose memory stays where gradients of several calls are added."""
+
+    def make(training: Training) -> Step:
+        calls, weight = iter(range(100)), training.model.first.weight
+
+        def step(x: Tensor) -> None:
+            loss = training.model(x).square().mean()
+            loss.backward()
+            view = view_of(weight)
+            view.mul_(0.5 + loss.tolist() % 1.0)
+            if next(calls) % 2 == 0:
+                training.opt.step()
+                training.opt.zero_grad()
+
+        return step
+
+    train_by_stages(make, calls=9)

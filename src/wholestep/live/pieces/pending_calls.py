@@ -91,7 +91,7 @@ class PendingCalls(RecordedCalls, ABC):
 
     def _run_piece(self, span: tuple[int, int], new: tuple[int, int]) -> str:
         """Runs one piece, of whose records the `new` ones have not run yet. Returns why not."""
-        alive, written = self._handles(span[1]), self._written_again(span, new)
+        alive, written = self._wanted(span), self._written_again(span, new)
         results = self._launched(PieceSpec(span, (*written, *alive)))
         if results is None:
             return _NO_PIECE
@@ -120,6 +120,17 @@ class PendingCalls(RecordedCalls, ABC):
         """The handles of records in front of `end` that somebody holds."""
         return {value: one for value, one in self.tensors.handles().items() if value[0] < end}
 
+    def _wanted(self, span: tuple[int, int]) -> dict[Value, torch.Tensor]:
+        """The handles that a piece fulfils: of what somebody holds, and of what that is a view of.
+
+        Nobody may hold ``p.grad`` of ``row = p.grad[0]``, and a write to the row is one to the gradient.
+        """
+        handles = self._handles(span[1])
+        for value, meta in self.viewed(list(handles), span[0]).items():
+            if self.tensors.if_alive(value) is None:
+                handles[value] = self.tensors.note_value(self._made(meta), value)
+        return dict(sorted(handles.items(), key=lambda item: item[0]))
+
     def _run_forward(self, end: int) -> str:
         """Runs records whose graph is still needed behind them. Returns why not."""
         path, started = self.candidates[0], self._started
@@ -133,7 +144,7 @@ class PendingCalls(RecordedCalls, ABC):
         span = (start, end)
         why_not = "a read in front of this one has run its forward"
         if self._forward is None:
-            why_not = self._speculate(span, self._handles(end))
+            why_not = self._speculate(span, self._wanted(span))
             if not why_not:
                 self._has_run(span)
                 return ""
@@ -210,9 +221,11 @@ class PendingCalls(RecordedCalls, ABC):
     def _fulfil(self, alive: dict[Value, torch.Tensor], results: list[torch.Tensor]) -> None:
         """Gives the handles the last of the results; a view comes behind what it is a view of."""
         taken, made = results[len(results) - len(alive) :][::-1], dict[int, list[Any]]()
+        held = list(alive.values())  # what is a view of another is made when that has been
         del results[len(results) - len(alive) :]
         for value in list(alive):
             fulfil(alive.pop(value), self._given_back(value, taken.pop(), made))
+        del held
 
     def _given_back(self, value: Value, result: torch.Tensor, made: dict[int, list[Any]]) -> torch.Tensor:
         """A result of a piece as eager code would have it. For `made` see `view_again`."""

@@ -15,7 +15,7 @@ from wholestep.live.pieces.tensors import TensorTable
 from wholestep.live.recording.handle import fulfil
 from wholestep.live.recording.modes import block_of, casts_kept, under
 from wholestep.live.recording.path import Path, asked_grads
-from wholestep.live.recording.record import EXTERNAL, NUMBER, VALUE, Operand, Read, Record, Value
+from wholestep.live.recording.record import EXTERNAL, NUMBER, VALUE, Operand, OutputMeta, Read, Record, Value
 from wholestep.live.recording.snapshot import AsRecorded, OptimizerSnapshot, as_recorded
 from wholestep.live.recording.structure import unflatten
 from wholestep.util.gradient_node import gradient_node
@@ -104,6 +104,23 @@ class RecordedCalls:
         made[number][output] = None  # whoever holds a result is told from us by the number of references
         is_same = view is not None and (view.shape, view.stride(), view.dtype) == (meta.shape, meta.stride, meta.dtype)
         return view if is_same else None
+
+    def viewed(self, views: Iterable[Value], since: int) -> dict[Value, OutputMeta]:
+        """The values of records from `since` on that these values are views of, each at the end of its views."""
+        found: dict[Value, OutputMeta] = {}
+        for value in views:
+            record, meta = self.records[value[0]], self.records[value[0]].outputs[value[1]]
+            start = value
+            while meta is not None and meta.views is not None and record.only_views:
+                operand = record.operands[meta.views]
+                if operand.kind != VALUE or operand.key < since:
+                    break
+                value = (operand.key, operand.detail)
+                record, meta = self.records[value[0]], self.records[value[0]].outputs[value[1]]
+            else:
+                if value != start and meta is not None:
+                    found[value] = meta
+        return found
 
     def _held(self, operand: Operand, made: dict[int, list[Any]]) -> Any:
         """An operand as somebody holds it, or as a view of such a one; `_NOT_HELD` if there is none."""
