@@ -70,6 +70,9 @@ DOORS: dict[str, dict[str, str]] = {
         "torch.utils._sympy": "conditions as Python",
     },
     "capture/tracing/process_group_rules.py": {"torch._check": "a promise about a size that is data"},
+    "capture/reach/arguments.py": {
+        "torch.distributed._functional_collectives": "the class of what a collective gives that is on its way"
+    },
     "capture/reach/unwrap_compiled.py": {"torch._dynamo": "whether what torch.compile gives may be traced"},
     "capture/tracing/module_to.py": {
         "torch.nn.Module._apply": "what every move and conversion of a module goes through"

@@ -122,6 +122,7 @@ ROWS: tuple[Row, ...] = (
         fsdp_dup_tensors_same_source="a buffer and a plain tensor, each used twice",
         fsdp_dup_tensors_diff_source="a buffer of two names, written in each of 15 calls: compiled once",
         fsdp_staticmethod="a static method called through the class and through the module",
+        async_subclass_no_specialize="an argument whose collective is on its way, of two sizes: compiled once",
     ),
     *_rows(
         "S6",

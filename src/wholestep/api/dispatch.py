@@ -18,6 +18,7 @@ from wholestep.api.padding import Padding
 from wholestep.api.stages import Entry, Stages
 from wholestep.capture.guards.fast_guards import FastCall
 from wholestep.capture.python import tree_util
+from wholestep.capture.reach.arguments import awaited, still_waits
 from wholestep.errors import ConfigError
 from wholestep.runtime.distributed.world import init
 from wholestep.util.gc_pause import gc_paused
@@ -73,6 +74,9 @@ class Dispatcher:
         self.fast_call = None
         self._stages.reshard()
         leaves, spec = tree_util.flatten((args, kwargs))
+        if any(map(still_waits, leaves)):
+            leaves = list(map(awaited, leaves))
+            args, kwargs = tree_util.unflatten(leaves, spec)
         entry, reason = self._find(leaves, spec)
         if entry is None:
             return self._call_new(args, kwargs, leaves, reason)

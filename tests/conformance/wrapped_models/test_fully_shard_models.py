@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -145,6 +147,26 @@ def test_linear_layers_equal_eager_code(ranks2: Pool, step: Step, by_layer: bool
 )
 def test_a_model_compiles_once_and_equals_eager_code(ranks2: Pool, name: str, calls: int) -> None:
     assert ranks2.run(one_graph, name, forward_and_backward, False, calls) == [1, 1]
+
+
+def arguments_that_wait() -> int:
+    """How often a step is compiled whose argument waits for its collective, in two sizes and again."""
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 3).to(device())
+    compiled = ws.compile(forward_and_backward, backend="eager", dynamic=True, fullgraph=True, strategy=ws.DDP())
+    for rows in (10, 12, 10, 10):
+        sent = torch.rand(rows, 4, device=device())
+        waits = funcol.all_reduce(sent, "sum", dist.group.WORLD)
+        assert type(waits) is funcol.AsyncCollectiveTensor
+        wanted = layer(funcol.all_reduce(sent, "sum", dist.group.WORLD))
+        assert torch.equal(compiled(layer, waits), wanted)
+        layer.zero_grad()
+    return compiled.cache_info().traces
+
+
+@row("async_subclass_no_specialize")
+def test_an_argument_that_waits_for_its_collective_compiles_once(ranks2: Pool) -> None:
+    assert ranks2.run(arguments_that_wait) == [1, 1]
 
 
 def close_to_eager(by_layer: bool) -> None:

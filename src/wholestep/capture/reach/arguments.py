@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils import _pytree as pytree
 
 from wholestep.capture.python import tree_util
@@ -25,6 +26,16 @@ def path_text(way: ArgumentPath) -> str:
     """``argument 1['x']``."""
     kind, start, *keys = way
     return f"argument {start if kind == 0 else repr(start)}{''.join(f'[{key!r}]' for key in keys)}"
+
+
+def still_waits(leaf: object) -> bool:
+    """Whether it is what a functional collective has given outside of the step, which may still be on its way."""
+    return isinstance(leaf, AsyncCollectiveTensor)
+
+
+def awaited(leaf: Any) -> Any:
+    """The plain tensor that has arrived, on the same memory; anything else as it is."""
+    return leaf.trigger_wait() if still_waits(leaf) else leaf
 
 
 @dataclass(frozen=True, slots=True)
