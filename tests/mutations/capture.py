@@ -12,6 +12,22 @@ ARRAYS = "tests/unit/capture/effects/test_written_arrays.py"
 
 CAPTURE_MUTATIONS = (
     Mutation(
+        name="symbols_are_no_numbers",
+        what="a size or a rate that moves is no int or float to the step's code",
+        file="capture/tracing/patches.py",
+        old="    yield symbols_are_numbers()\n",
+        new="",
+        tests=("tests/unit/capture/scalars/test_symbol_views.py",),
+    ),
+    Mutation(
+        name="symbols_are_numbers_to_torch",
+        what="a symbol is an int to torch, too",
+        file="capture/scalars/symbol_views.py",
+        old="            return owner not in (Owner.TORCH, Owner.OURS) and not file.startswith(_sympy.__path__[0])",
+        new="            return True",
+        tests=("tests/unit/capture/scalars/test_symbol_views.py",),
+    ),
+    Mutation(
         name="writes_past_classes_unseen",
         what="what a step sets by object.__setattr__ is not compared in later calls",
         file="capture/python/code_names.py",

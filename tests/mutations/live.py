@@ -302,10 +302,10 @@ LIVE_MUTATIONS = (
     Mutation(
         name="text_of_traced_values",
         what="text is made of values that the graph computes",
-        file="capture/scalars/symbolic_text.py",
+        file="capture/scalars/symbol_views.py",
         old="        if library_frame(sys._getframe(2).f_code.co_filename):",
         new="        if True:",
-        tests=("tests/unit/capture/scalars/test_symbolic_text.py",),
+        tests=("tests/unit/capture/scalars/test_symbol_views.py",),
     ),
     Mutation(
         name="remainders_believed",

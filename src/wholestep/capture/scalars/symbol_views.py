@@ -1,0 +1,105 @@
+"""What Python sees of the symbols of a trace: they count as numbers, and there is no text of them.
+
+[Note: the class of a symbol]
+A number that moves is a ``torch.SymInt`` or ``torch.SymFloat`` in a trace. Code of the user and of libraries asks
+``isinstance(x.shape[0], int)`` or ``isinstance(group["lr"], float)``, and goes another way with a symbol than in eager
+code. ``isinstance``, abstract classes and ``match`` look at ``__class__`` where the type itself is another one. So that
+is the class of a number while a trace runs, but for torch, which tells symbols from numbers, and for sympy behind it.
+What asks ``type(x) is int`` is not reached by this.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from wholestep.capture.python import user_frame
+from wholestep.capture.python.code_owner import Owner, library_frame, owner_of_file
+from wholestep.capture.python.tracing_thread import on_this_thread
+from wholestep.errors import CaptureError
+from wholestep.util.lazy_import import lazy_import
+
+_NUMBERS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+_sympy = lazy_import("sympy")
+
+
+@contextmanager
+def symbols_are_numbers() -> Iterator[None]:
+    """While open, symbols are instances of int, float or bool for code outside of torch, on the thread that opened it.
+
+    See [Note: the class of a symbol].
+    """
+    thread = threading.get_ident()
+    try:
+        for kind, number in _NUMBERS.items():
+            _put_class(kind, _class_for(number, thread))
+        yield
+    finally:
+        for kind in _NUMBERS:
+            _put_class(kind, None)
+
+
+def _class_for(number: type, thread: int) -> property:
+    def found(symbol: Any) -> type:
+        is_asked_by_others = threading.get_ident() == thread and _asks_for_numbers(sys._getframe(1))
+        return number if is_asked_by_others else type(symbol)
+
+    return property(found)
+
+
+def _asks_for_numbers(frame: FrameType | None) -> bool:
+    """Whether code asks that knows of no symbols: neither torch's nor ours, though Python's library may be between."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        owner = Owner.PYTHON if file.startswith("<frozen") else owner_of_file(file)
+        if owner is not Owner.PYTHON:
+            return owner not in (Owner.TORCH, Owner.OURS) and not file.startswith(_sympy.__path__[0])
+        frame = frame.f_back
+    return False
+
+
+def _put_class(kind: type, view: property | None) -> None:
+    """Sets ``__class__`` among the attributes of a class's instances; `setattr` would set the class of the class."""
+    (attributes,) = gc.get_referents(vars(kind))
+    if view is not None:
+        attributes["__class__"] = view
+    else:
+        attributes.pop("__class__", None)
+    kind._wholestep = None  # type: ignore[attr-defined]  # has Python forget what it has looked up before
+    del kind._wholestep  # type: ignore[attr-defined]
+
+
+@contextmanager
+def text_refused(refused: list[Exception]) -> Iterator[None]:
+    """While open, text of a traced value raises CaptureError in the user's code, on the thread that opened it.
+
+    `refused` gets the error too, since a handler of the user's may catch it.
+    """
+    with ExitStack() as stack:
+        for kind in (torch.SymInt, torch.SymFloat, torch.Tensor):
+            for name in ("__format__", "__str__", "__repr__"):
+                stack.enter_context(patch.object(kind, name, _refused(getattr(kind, name), refused)))
+        yield
+
+
+def _refused(original: Callable[..., str], refused: list[Exception]) -> Callable[..., str]:
+    def make(value: Any, *args: Any) -> str:
+        if library_frame(sys._getframe(2).f_code.co_filename):  # 1 is what `on_this_thread` puts between
+            return original(value, *args)
+        refused.append(
+            CaptureError(
+                f"The step makes text of a value that its graph computes, at {user_frame.current_line()}. Text would "
+                f"be made once, while capturing. Return the value and write it outside of the step."
+            )
+        )
+        raise refused[-1]
+
+    return on_this_thread(make, original)
