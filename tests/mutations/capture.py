@@ -20,6 +20,14 @@ CAPTURE_MUTATIONS = (
         tests=("tests/unit/capture/scalars/test_symbol_views.py",),
     ),
     Mutation(
+        name="types_of_symbols",
+        what="code that asks type(size) is int is given the class of the symbol",
+        file="capture/tracing/patches.py",
+        old='        yield _put(scope, "type", NumberOrType)\n',
+        new='        yield _put(scope, "type", type)\n',
+        tests=("tests/unit/capture/scalars/test_symbol_views.py",),
+    ),
+    Mutation(
         name="symbols_are_numbers_to_torch",
         what="a symbol is an int to torch, too",
         file="capture/scalars/symbol_views.py",

@@ -256,7 +256,7 @@ class Walker:
         self._watch(vars(function), name, None)
         for key, item in list(vars(function).items()):
             self.visit(f"{name}.{key}", item, depth + 1)
-        self.reachable.codes += code_names.codes(function.__code__)
+        self.reachable.add_code(function)
         for one in code_names.sees_all(function):
             self._hidden.add(one.__name__, one, "which reads what no code names")
         names = {n for code in code_names.codes(function.__code__) for n in code_names.names(code)}

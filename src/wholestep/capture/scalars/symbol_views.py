@@ -5,7 +5,7 @@ A number that moves is a ``torch.SymInt`` or ``torch.SymFloat`` in a trace. Code
 ``isinstance(x.shape[0], int)`` or ``isinstance(group["lr"], float)``, and goes another way with a symbol than in eager
 code. ``isinstance``, abstract classes and ``match`` look at ``__class__`` where the type itself is another one. So that
 is the class of a number while a trace runs, but for torch, which tells symbols from numbers, and for sympy behind it.
-What asks ``type(x) is int`` is not reached by this.
+Code of the user that names ``type`` is given `NumberOrType` for it. That of libraries is not.
 """
 
 from __future__ import annotations
@@ -45,6 +45,21 @@ def symbols_are_numbers() -> Iterator[None]:
     finally:
         for kind in _NUMBERS:
             _put_class(kind, None)
+
+
+class _AsksForTypes(type):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs:
+            return type(*args, **kwargs)
+        kind = type(args[0])
+        return _NUMBERS.get(kind, kind)
+
+    def __instancecheck__(cls, thing: Any) -> bool:
+        return isinstance(thing, type)
+
+
+class NumberOrType(type, metaclass=_AsksForTypes):
+    """``type``, to which a symbol is an int, float or bool."""
 
 
 def _class_for(number: type, thread: int) -> property:

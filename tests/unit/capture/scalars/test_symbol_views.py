@@ -78,6 +78,7 @@ QUESTIONS: dict[str, Callable[[Any], bool]] = {
     "an abstract class": lambda number: isinstance(number, numbers.Real),
     "a pattern": _matches,
     "its class": lambda number: number.__class__ in (int, float),
+    "its type": lambda number: type(number) in (int, float) and type(number)(2) == 2,
     "a library of Python asks": lambda number: isinstance(number, numbers.Number) and not isinstance(number, Tensor),
 }
 
@@ -127,3 +128,21 @@ def test_torch_and_other_threads_tell_a_symbol_from_a_number() -> None:
         other.join()
     assert found == [False]
     assert not isinstance(symbol, int)
+
+
+class Meta(type):
+    """Of a class that a step makes."""
+
+
+def test_types_are_what_they_are() -> None:
+    def step(x: Tensor) -> Tensor:
+        made = type("Made", (), {"scale": 2.0})
+        kinds = isinstance(made, type), isinstance(x, type), type(x).__mro__[-1] is object, type(made) is type(int)
+        assert kinds == (True, False, True, True)
+        assert type(made()).__name__ == "Made"
+        assert isinstance(Meta("Other", (), {}), type)
+        return x * made.scale
+
+    x = torch.ones(3)
+    assert torch.equal(ws.compile(step, fullgraph=True)(x), x * 2.0)
+    assert "type" not in globals()
