@@ -101,7 +101,9 @@ class _Live:
         match source:
             case StateSource(slot):
                 tensor = self._slots[slot].tensor
-                return Constant(local_value(tensor) if is_dtensor(tensor) else tensor)
+                if is_dtensor(tensor):
+                    return Constant(tensor._local_tensor if self._context.sees_parts else local_value(tensor))
+                return Constant(tensor)
             case EntryGradSource(slot):
                 return EntryGrad(self._owner[id(self._slots[slot].tensor)])
             case HyperparameterSource(number):

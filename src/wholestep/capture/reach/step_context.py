@@ -21,6 +21,7 @@ from wholestep.capture.reach.train_state import CutState, LazyState, TrainState
 from wholestep.capture.scalars.hyperparameters import HyperparameterLifter
 from wholestep.capture.scalars.varying_numbers import ScalarLocation, VaryingNumbers, VaryingValue, fits_a_box, identity
 from wholestep.capture.sizes.size_symbols import SMALLEST, may_move, memory_of
+from wholestep.capture.wrappers import tensor_parallel
 from wholestep.ir.program import InputKind
 
 
@@ -62,6 +63,10 @@ class StepContext:
         self.lazy = LazyState(list(self.reachable.optimizers.values()), cut_state)
         try:
             self.state: TrainState = stating.collect(self.reachable)
+            self.sees_parts = bool(tensor_parallel.of_parallel_modules(self.reachable, self.state))
+            """Whether a trace sees this rank's parts of DTensors, and not whole tensors in their place."""
+            if self.sees_parts:
+                tensor_parallel.check_parts(self.reachable, self.state, self.leaves)
             self.outside = self._places_of(varying)
             self.count(self.outside)
             self.is_data = [isinstance(leaf, torch.Tensor) and id(leaf) not in self.state.index for leaf in self.leaves]
@@ -153,7 +158,7 @@ class StepContext:
 
     def traced_inputs(self) -> list[TracedInput]:
         """The inputs of a trace of this call, but for the numbers of ranks."""
-        return traced_inputs(self.state, self.lifter.hypers, self.user)
+        return traced_inputs(self.state, self.lifter.hypers, self.user, parts=self.sees_parts)
 
 
 def _named(root: str, top: nn.Module) -> list[tuple[str, nn.Module]]:

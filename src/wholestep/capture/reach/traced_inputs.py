@@ -90,13 +90,13 @@ class TracedInput:
 
 
 def traced_inputs(
-    state: TrainState, hypers: Sequence[Hyperparameter], arguments: Sequence[torch.Tensor]
+    state: TrainState, hypers: Sequence[Hyperparameter], arguments: Sequence[torch.Tensor], *, parts: bool
 ) -> list[TracedInput]:
-    """All inputs of a trace but the numbers of ranks, in order."""
+    """All inputs of a trace but the numbers of ranks, in order. `parts`: of DTensors this rank's part is the input."""
     rows = [
         TracedInput(
             EntryGradSource(number) if slot.kind is InputKind.GRAD else StateSource(number),
-            slot.kind, slot.name, slot.tensor,
+            slot.kind, slot.name, slot.tensor._local_tensor if parts and is_dtensor(slot.tensor) else slot.tensor,
         )
         for number, slot in enumerate(state.slots)
     ]  # fmt: skip

@@ -34,6 +34,7 @@ from wholestep.capture.tracing.call_watch import calls_watched
 from wholestep.capture.tracing.grad_markers import gradients_watched
 from wholestep.capture.tracing.patches import make_recorders, patched
 from wholestep.capture.tracing.tensor_swap import ENTRY_MARK, swapped
+from wholestep.capture.wrappers import tensor_parallel
 from wholestep.errors import CaptureError
 from wholestep.ir.dtensor.shards import is_dtensor
 from wholestep.ir.dtensor.whole_fake import whole_fake
@@ -264,6 +265,8 @@ class Tracer:
         outputs: list[Any] = [None if is_held else leaf for leaf, is_held in zip(leaves, held, strict=True)]
         new_grads, kept_grads = self._gradients()
         created = self._optimizers.created()
+        if self._context.sees_parts:
+            tensor_parallel.check_results(self._state, [*leaves, *(made for _, made in created)])
         versions, version_values = self._recorders.versions.at_exit()
         recorded.append(
             _Recorded(
