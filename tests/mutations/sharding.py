@@ -98,6 +98,14 @@ SHARDING_MUTATIONS = (
         tests=(f"{MODULES}::test_modules_do_what_whole_ones_do[makes_weights_anew]",),
     ),
     Mutation(
+        name="copies_keep_hooks_of_shards",
+        what="the copy of a sharded module gathers as if it was one",
+        file="runtime/sharding/whole_copies.py",
+        old="for one, hook in item.items() if not is_own_hook(hook))",
+        new="for one, hook in item.items())",
+        tests=(f"{MODULES}::test_a_copy_of_a_module_that_a_strategy_has_sharded_is_plain",),
+    ),
+    Mutation(
         name="live_sums_are_averages",
         what="a live step averages gradients where the strategy sums them",
         file="runtime/sharding/shard_live.py",

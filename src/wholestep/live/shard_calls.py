@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from wholestep.capture.python.code_owner import is_library_class
 from wholestep.capture.reach.train_state import states
 from wholestep.capture.wrappers.fully_shard_hooks import as_of_whole_parameters
-from wholestep.ir.dtensor.shards import cut, is_dtensor, is_sharded
+from wholestep.ir.dtensor.shards import cut, is_dtensor, is_sharded, own_part
 from wholestep.live.opaque.functions import clear_grads, redirected
 from wholestep.live.peers import RUNS_ON_SHARDS, Event, Peers
 from wholestep.live.pieces.observation import execute
@@ -68,7 +68,7 @@ class _Whole:
         """Puts this rank's part into the shard, where it is another by now."""
         local, part = self.shard._local_tensor.detach(), self.tensor
         if is_sharded(self.shard):
-            part = cut(self.tensor, self.shard.device_mesh, self.shard.placements)._local_tensor
+            part = own_part(self.tensor, self.shard.device_mesh, self.shard.placements)
         if not _is_same(part, local):
             local.copy_(part)
 

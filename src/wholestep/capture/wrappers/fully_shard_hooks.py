@@ -20,6 +20,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from wholestep.ir.dtensor.shards import own_part
 
+_BEHIND = "_post_accumulate_grad_hooks"
+"""Where a tensor has its hooks behind the accumulation of its gradient."""
+
 
 def is_fully_sharded(module: nn.Module) -> bool:
     """Whether ``fully_shard`` was called on this very module."""
@@ -157,9 +160,6 @@ def as_of_whole_parameters(of_python: Callable[[], AbstractContextManager[None]]
         patch.object(FSDPParamGroup, "post_backward", post_backward),
     ):
         yield
-
-
-_BEHIND = "_post_accumulate_grad_hooks"
 
 
 def _within(around: Callable[[], AbstractContextManager[None]], hook: Callable[[Any], None]) -> Callable[[Any], None]:

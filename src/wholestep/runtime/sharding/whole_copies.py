@@ -7,8 +7,9 @@ has, training code goes on as it was written: ``teacher = copy.deepcopy(model)``
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -17,6 +18,8 @@ from wholestep.capture.wrappers.fully_shard_hooks import is_own_hook, key_text
 
 _copied: WeakSet[nn.Module] = WeakSet()
 """Modules that may be copied, among others of the same class."""
+_refusals: WeakKeyDictionary[type, Callable[..., Any]] = WeakKeyDictionary()
+"""What torch has as ``__deepcopy__`` of the classes of those modules."""
 
 
 def allow_copies(module: nn.Module) -> None:
@@ -25,14 +28,14 @@ def allow_copies(module: nn.Module) -> None:
     The copy has the class that the module had before it was sharded, and none of the hooks of ``fully_shard``.
     """
     kind: Any = type(module)
-    refuse = vars(kind)["__deepcopy__"]
-
-    def whole_copy(one: nn.Module, memo: dict[int, Any]) -> Any:
-        return _whole_copy(one, memo) if one in _copied else refuse(one, memo)
-
-    if getattr(refuse, "__name__", "") != whole_copy.__name__:
-        kind.__deepcopy__ = whole_copy
+    if kind not in _refusals:
+        _refusals[kind] = kind.__deepcopy__
+        kind.__deepcopy__ = _deepcopy
     _copied.add(module)
+
+
+def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> Any:
+    return _whole_copy(module, memo) if module in _copied else _refusals[type(module)](module, memo)
 
 
 def _whole_copy(module: Any, memo: dict[int, Any]) -> nn.Module:
