@@ -180,8 +180,7 @@ class Stages:
         binding = binding if compression is None else binding.with_constants(compression.tensors)
         buffer_sync = self._broadcast_state(scheduled, binding, world)
         runner = runner or self.backend.lower(scheduled)
-        if (mesh := self._mesh(world)) is not None:
-            runner = shard_values.around(scheduled, runner, mesh)
+        runner = shard_values.around(scheduled, captured.spec, runner, self._mesh(world))
         executable = Executable(scheduled, binding, runner, world, call=self.rendezvous.call, buffer_sync=buffer_sync)
         return Entry(
             captured=captured, programs=programs, executable=executable, plan=plan, compression=compression,

@@ -15,9 +15,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.distributed.device_mesh import DeviceMesh
 
 from wholestep.capture.reach.reachable import Reachable
-from wholestep.capture.reach.train_state import collect
+from wholestep.capture.reach.train_state import collect, parallel_parameters
 from wholestep.capture.wrappers import ddp, fully_shard_settings
-from wholestep.capture.wrappers.tensor_parallel import of_parallel_modules
 from wholestep.config import DDP, FSDP, CastCompress, CommHook, Compress, PowerSGD, Strategy
 from wholestep.errors import ConfigError
 from wholestep.ir.dtensor.shards import is_sharded
@@ -43,12 +42,12 @@ def is_tensor_parallel(found: Reachable, given: Strategy | None) -> bool:
     Raises:
         ConfigError: where a strategy, or a wrapper, would communicate too.
     """
-    slots = of_parallel_modules(found, collect(found))
-    if not slots:
+    names = parallel_parameters(found, collect(found))
+    if not names:
         return False
     if given is not None:
         raise ConfigError(
-            f"{slots[0].name} is a DTensor of parallelize_module, and the step has strategy="
+            f"{names[0]} is a DTensor of parallelize_module, and the step has strategy="
             f"{type(given).__name__}(...) too. Leave strategy out: such a model communicates itself."
         )
     return True

@@ -2,69 +2,92 @@
 
 DTensor stays what it is in eager code: it turns a call on DTensors into calls on parts, and collectives between them.
 Those are what a trace records, as AOTAutograd does for tensor subclasses. So the communication of such a module is part
-of the graph, and no strategy adds any.
+of the graph, and no strategy adds any. What a step leaves as a DTensor (a gradient, state of an optimizer, a result)
+leaves the graph as this rank's part, with a `DTensorLayout` that makes a DTensor of it again behind each call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor._random import OffsetBasedRNGTracker
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
-from wholestep.capture.reach.reachable import Reachable
-from wholestep.capture.reach.train_state import Slot, TrainState
-from wholestep.capture.wrappers.fully_shard_settings import parameters_of, sharded_modules
+from wholestep.capture.python.user_frame import current_line
+from wholestep.capture.wrappers.fully_shard_settings import parameters_of
 from wholestep.errors import CaptureError
+from wholestep.ir.dtensor.layouts import DTensorLayout, local_tensor
 
 
-def of_parallel_modules(found: Reachable, state: TrainState) -> list[Slot]:
-    """Parameters that are DTensors, and that ``fully_shard`` has not cut alone."""
-    known = {id(one) for _, root in found.modules.values() for one in parameters_of(root)}
-    return [slot for slot in state.params if isinstance(slot.tensor, DTensor) and id(slot.tensor) not in known]
+def parallel_parameters(roots: Iterable[nn.Module], params: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """Names of the parameters that are DTensors, and that ``fully_shard`` has not cut alone. `roots`: of modules."""
+    known = {id(one) for root in roots for one in parameters_of(root)}
+    return [name for name, param in params if isinstance(param, DTensor) and id(param) not in known]
 
 
-def check_parts(found: Reachable, state: TrainState, leaves: Iterable[object]) -> None:
-    """Raises CaptureError for what no graph of parts holds, before one is traced."""
-    if found.wrappers or sharded_modules(root for _, root in found.modules.values()):
-        raise CaptureError("The step has modules of parallelize_module, and others that are wrapped or fully sharded.")
-    for slot in (one for one in state.slots if isinstance(one.tensor, DTensor)):
-        mesh, shape = slot.tensor.device_mesh, slot.tensor.shape
-        for axis, placed in enumerate(slot.tensor.placements):
-            if isinstance(placed, Shard) and shape[placed.dim] % mesh.size(axis):
-                raise CaptureError(
-                    f"{slot.name} is a DTensor of {list(shape)}, whose parts along dim {placed.dim} are not of one "
-                    f"size on {mesh.size(axis)} ranks. All ranks run one graph: make the size a multiple of that."
-                )
-    for slot in (one for one in state.params if isinstance(one.tensor.grad, DTensor)):
-        raise CaptureError(f"{slot.name} is a DTensor and has a gradient already. {_CLEAR}")
-    if any(isinstance(leaf, DTensor) for leaf in leaves):
-        raise CaptureError("An argument is a DTensor. Pass a plain tensor, as modules of parallelize_module take it.")
+def check_parts(state: Iterable[tuple[str, torch.Tensor]], arguments: Iterable[object]) -> None:
+    """Raises CaptureError for what no graph of parts holds, before one is traced. `arguments`: those of this call."""
+    for name, tensor in state:
+        if isinstance(tensor, DTensor) and (why := DTensorLayout.of(tensor).why_uneven()):
+            raise CaptureError(f"{name} is a DTensor of {list(tensor.shape)} that {why}. {_EVEN}")
+    for one in arguments:
+        if isinstance(one, DTensor):
+            raise CaptureError(
+                f"An argument of the step is a DTensor of {list(one.shape)}. Pass a plain tensor, as modules of "
+                f"parallelize_module take it, or make the DTensor in the step (DTensor.from_local)."
+            )
 
 
-def check_results(state: TrainState, leaves: Iterable[object]) -> None:
-    """Raises CaptureError for DTensors that a trace has made and that live on behind it."""
-    for slot in (one for one in state.params if isinstance(one.tensor.grad, DTensor)):
-        raise CaptureError(f"The step leaves the gradient of {slot.name}, which is a DTensor. {_CLEAR}")
-    if any(isinstance(leaf, DTensor) for leaf in leaves):
-        raise CaptureError("The step returns a DTensor, or puts one into an optimizer. Return its full_tensor().")
+def placements_of_copy(tensor: DTensor) -> tuple[Placement, ...]:
+    """How a clone of a DTensor is placed: some versions of torch add up what is a sum still, and others do not."""
+    with _disable_current_modes(), torch.no_grad():  # the trace must not see it
+        local = torch.empty(local_tensor(tensor).shape, dtype=tensor.dtype, device="meta")
+        copy: Any = DTensorLayout.of(tensor).around(local).clone()
+        return tuple(copy.placements)
 
 
-_CLEAR = "Call zero_grad() behind the update, and not in front of the backward."
+def layouts(left: Iterable[object], shown: Iterable[torch.Tensor]) -> list[DTensorLayout | None]:
+    """Of each thing that a trace leaves what makes a DTensor of its part again; None for what is no DTensor.
+
+    `shown`: the state, of which a part may be no view: later calls write there. Raises CaptureError for one that is,
+    and for a DTensor whose parts may have several shapes.
+    """
+    memory = {tensor.untyped_storage()._cdata for tensor in shown}
+    found: list[DTensorLayout | None] = []
+    for one in left:
+        if not isinstance(one, DTensor):
+            found.append(None)
+            continue
+        layout = DTensorLayout.of(one)
+        if why := layout.why_uneven():
+            raise CaptureError(f"The step leaves a DTensor of {list(one.shape)} that {why}. {_EVEN}")
+        if local_tensor(one).untyped_storage()._cdata in memory:
+            raise CaptureError(
+                f"The step returns a DTensor of {list(one.shape)} in the memory of its state, which later calls write "
+                f"to. Return a copy (clone()), or the parameter itself."
+            )
+        found.append(layout)
+    return found
+
+
+_EVEN = "All ranks run one graph: make such sizes multiples of the number of ranks."
 
 
 @contextmanager
 def numbers_stand_apart() -> Iterator[None]:
     """While open, how results are placed does not depend on numbers of optimizers, which are symbols in a trace.
 
-    Raises CaptureError inside for random numbers of DTensors on a GPU: their generator is moved by rank.
+    Raises CaptureError inside for random numbers of DTensors on a GPU, for which each rank moves its generator.
     """
     original = ShardingPropagator.propagate_op_sharding_non_cached
 
@@ -80,10 +103,11 @@ def numbers_stand_apart() -> Iterator[None]:
             again.kwargs_schema = pytree.tree_map(_symbol, again.kwargs_schema)
         return found
 
-    with (
-        patch.object(ShardingPropagator, "propagate_op_sharding_non_cached", propagate),
-        patch.object(OffsetBasedRNGTracker, "_distribute_region", _refuse_draws),
-    ):
+    draws = [name for name in ("_distribute_region", "_compute_rng_offsets") if hasattr(OffsetBasedRNGTracker, name)]
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(ShardingPropagator, "propagate_op_sharding_non_cached", propagate))
+        for name in draws:
+            stack.enter_context(patch.object(OffsetBasedRNGTracker, name, _refuse_draws))
         yield
 
 
@@ -106,4 +130,7 @@ def _symbol(value: Any) -> Any:
 
 
 def _refuse_draws(*_: Any, **__: Any) -> NoReturn:
-    raise CaptureError("A DTensor draws random numbers, whose generator stands elsewhere on each rank.")
+    raise CaptureError(
+        f"A DTensor draws random numbers at {current_line()}, and each rank moves its generator to another place for "
+        f"it. Draw on plain tensors: dropout on to_local(), or outside of the parallel modules."
+    )

@@ -218,6 +218,11 @@ class _VirtualRanks:
                 return plan
         args, kwargs = tree_util.unflatten(leaves, spec)
         captured = subject.capture(args, kwargs)
+        if captured.spec.sees_parts:
+            raise ConfigError(
+                "verify() divides the batch among virtual ranks, and modules of parallelize_module divide the work on "
+                "one batch among real ones. Compare with the eager step: call both, and compare parameters."
+            )
         if any(record.shard is not None for record in captured.program.inputs):
             raise ConfigError(
                 "verify() shards whole tensors for its virtual ranks, and those of this step are sharded over real "
