@@ -128,6 +128,12 @@ def verify(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any], tria
         )
     found = reachability.find_reachable(subject.step, args, kwargs)
     state = stating.collect(found)
+    if names := stating.parallel_parameters(found, state):
+        raise ConfigError(
+            f"verify() divides the batch among virtual ranks. {names[0]} is a DTensor of parallelize_module, and such "
+            f"modules divide the work on one batch among real ranks. Compare with the eager step: call each on a model "
+            f"of its own, and compare their parameters."
+        )
     batch = Batch(args, kwargs, state, subject.num_ranks)
     saved = StateBackup(found, state)
     try:
@@ -218,11 +224,6 @@ class _VirtualRanks:
                 return plan
         args, kwargs = tree_util.unflatten(leaves, spec)
         captured = subject.capture(args, kwargs)
-        if captured.spec.sees_parts:
-            raise ConfigError(
-                "verify() divides the batch among virtual ranks, and modules of parallelize_module divide the work on "
-                "one batch among real ones. Compare with the eager step: call both, and compare parameters."
-            )
         if any(record.shard is not None for record in captured.program.inputs):
             raise ConfigError(
                 "verify() shards whole tensors for its virtual ranks, and those of this step are sharded over real "
