@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -414,9 +415,17 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
 def as_eager_code(make: Callable[[], Any]) -> str:
     (eager, x), (model, _) = make(), make()
     opt, own, compiled = SGD(eager.parameters()), SGD(model.parameters()), ws.compile(clear_last)
-    for number in range(3):
-        assert same(clear_last(eager, opt, x), compiled(model, own, x)), number
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("wholestep").addHandler(handler)
+    try:
+        for number in range(3):
+            assert same(clear_last(eager, opt, x), compiled(model, own, x)), number
+    finally:
+        logging.getLogger("wholestep").removeHandler(handler)
     assert all(map(same, held(eager, opt), held(model, own)))
+    assert sum(line.startswith("clear_last is live and has DTensors: it runs as eager code") for line in said) == 1
     return str(compiled.explain())
 
 

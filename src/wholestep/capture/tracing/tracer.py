@@ -266,7 +266,7 @@ class Tracer:
         outputs: list[Any] = [None if is_held else leaf for leaf, is_held in zip(leaves, held, strict=True)]
         new_grads, kept_grads = self._gradients()
         created = self._optimizers.created()
-        left = [*outputs, *new_grads.values(), *(made for _, made in created)]
+        made = [*outputs, *new_grads.values(), *(one for _, one in created)]
         versions, version_values = self._recorders.versions.at_exit()
         recorded.append(
             _Recorded(
@@ -274,12 +274,12 @@ class Tracer:
                 results=[leaf if is_held else None for leaf, is_held in zip(leaves, held, strict=True)],
                 grads=list(new_grads), kept_grads=kept_grads,
                 new_state=[where for where, _ in created], versions=versions,
-                layouts=tensor_parallel.layouts(left, self._shown.values()),
+                layouts=tensor_parallel.layouts(made, self._shown.values()),
                 numbers=host.symbols(), predicates=predicate_graph(host),
             )
         )  # fmt: skip
         self._recorders.host = None
-        return [*map(local_tensor, left), *version_values]
+        return [*map(local_tensor, made), *version_values]
 
     def _gradients(self) -> tuple[dict[int, torch.Tensor], set[int]]:
         """Slots of parameters with their new gradients, and slots of those that kept the one they had."""

@@ -56,7 +56,7 @@ def placements_of_copy(tensor: DTensor) -> tuple[Placement, ...]:
         return tuple(copy.placements)
 
 
-def layouts(left: Iterable[object], shown: Iterable[torch.Tensor]) -> list[DTensorLayout | None]:
+def layouts(results: Iterable[object], shown: Iterable[torch.Tensor]) -> list[DTensorLayout | None]:
     """Of each thing that a trace leaves what makes a DTensor of its part again; None for what is no DTensor.
 
     `shown`: the state, of which a part may be no view: later calls write there. Raises CaptureError for one that is,
@@ -64,7 +64,7 @@ def layouts(left: Iterable[object], shown: Iterable[torch.Tensor]) -> list[DTens
     """
     memory = {tensor.untyped_storage()._cdata for tensor in shown}
     found: list[DTensorLayout | None] = []
-    for one in left:
+    for one in results:
         if not isinstance(one, DTensor):
             found.append(None)
             continue
