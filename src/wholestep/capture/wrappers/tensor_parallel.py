@@ -106,9 +106,46 @@ def numbers_stand_apart() -> Iterator[None]:
     draws = [name for name in ("_distribute_region", "_compute_rng_offsets") if hasattr(OffsetBasedRNGTracker, name)]
     with ExitStack() as stack:
         stack.enter_context(patch.object(ShardingPropagator, "propagate_op_sharding_non_cached", propagate))
+        stack.enter_context(_symbols_forgotten())
         for name in draws:
             stack.enter_context(patch.object(OffsetBasedRNGTracker, name, _refuse_draws))
         yield
+
+
+@contextmanager
+def _symbols_forgotten() -> Iterator[None]:
+    """While open, nothing is remembered of how the results of calls with symbols are placed.
+
+    C++ keeps that by the arguments of calls, and compares them, symbols of other traces among them. Its cache is empty
+    in front of such a call and behind it. It may not be emptied within one, of which it holds a place.
+    """
+    dispatcher: Any = DTensor._op_dispatcher
+    handlers, forget = dispatcher._custom_op_handlers, torch._C._clear_DTensor_sharding_propagator_cache
+    running: list[Any] = []
+
+    def call(op: Any, args: Any, kwargs: Any) -> Any:
+        handlers.pop(op, None)  # the call comes by here again
+        is_first = not running and any(isinstance(one, torch.SymFloat) for one in pytree.tree_leaves((args, kwargs)))
+        running.append(op)
+        try:
+            if is_first:
+                forget()
+            return op(*args, **kwargs)
+        finally:
+            running.pop()
+            handlers[op] = call
+            if is_first:
+                forget()
+
+    rules = dispatcher.sharding_propagator
+    known = {*rules.op_strategy_funcs, *rules.op_single_dim_strategy_funcs, *rules.op_to_rules} - handlers.keys()
+    with patch.dict(handlers, {op: call for op in known if _takes_numbers(op)}):
+        yield
+
+
+def _takes_numbers(op: Any) -> bool:
+    types = [str(one.type) for one in op._schema.arguments]
+    return any(name in one for one in types for name in ("number", "float"))
 
 
 class _Number(float):
