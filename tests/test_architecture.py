@@ -123,6 +123,14 @@ DOORS: dict[str, dict[str, str]] = {
         "torch.distributed._composable": "the keys under which a module holds its sharding, new in every process",
         "torch.distributed.fsdp._fully_shard": "what its hooks call, to be silent while a step is traced",
     },
+    "capture/wrappers/tensor_parallel.py": {
+        "torch._C._clear_DTensor_sharding_propagator_cache": "what C++ remembers of calls with symbols is dropped",
+        "torch.distributed.tensor.DTensor._op_dispatcher": "calls with symbols go by a function of ours",
+        "torch.distributed.tensor._op_schema": "a call of DTensors without the symbols of a trace",
+        "torch.distributed.tensor._random": "that DTensors draw random numbers on a GPU, which is refused",
+        "torch.distributed.tensor._sharding_prop": "how results of such a call are placed",
+        "torch.utils._python_dispatch": "to ask how a copy is placed with no tracing mode active",
+    },
     "capture/wrappers/sync_batch_norm.py": {
         "torch._C._get_privateuse1_backend_name": "SyncBatchNorm refuses CPUs, for whose tensors it has no kernels"
     },

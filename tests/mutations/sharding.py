@@ -13,6 +13,7 @@ IN_PLACE = "tests/unit/passes/memory/test_gather_in_place.py"
 STATE = "tests/ranks/sharding/test_live_state.py"
 SHARD = "tests/ranks/sharding/test_shard.py"
 LIVE = "tests/ranks/sharding/test_live_shards.py::test_python_sees_whole_tensors"
+PARALLEL = "tests/ranks/wrapped/test_tensor_parallel.py"
 MODULES = "tests/ranks/sharding/test_live_modules.py"
 POOL = "tests/unit/lower/cudagraph/test_graph_pool.py"
 
@@ -213,9 +214,25 @@ SHARDING_MUTATIONS = (
         name="gradients_stay_plain",
         what="parts of gradients are left as plain tensors",
         file="runtime/sharding/shard_values.py",
-        old="    for number, spec in outputs:",
-        new="    for number, spec in ():",
+        old="    for number, whole in outputs:",
+        new="    for number, whole in ():",
         tests=("tests/ranks/sharding/test_behaviour.py::test_equals_eager_ddp[gradients_never_zeroed-fsdp_keep]",),
+    ),
+    Mutation(
+        name="sums_taken_for_whole_gradients",
+        what="a gradient that is a sum still comes out of a tensor parallel step as if it were added up",
+        file="ir/dtensor/layouts.py",
+        old="            local, self.mesh, self.placements, run_check=False",
+        new="            local, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False",
+        tests=(f"{PARALLEL}::test_gradients_of_norms_are_sums_still[first-adamw]",),
+    ),
+    Mutation(
+        name="placements_of_gradients_not_guarded",
+        what="a gradient that is placed otherwise than in the trace is taken for the same",
+        file="capture/bind/make_guards.py",
+        old="    if placed:",
+        new="    if False:",
+        tests=(f"{PARALLEL}::test_what_happens_between_calls",),
     ),
     Mutation(
         name="initialised_by_the_seed_of_a_rank",

@@ -121,7 +121,7 @@ class CompiledStep:
             raise refusal from error
         reason = str(refusal)
         compile_piece = functools.partial(self._compile_piece, strategy=peers.strategy if peers else None)
-        has_pieces = not self._stages.runs_eagerly
+        has_pieces = not self._stages.is_parallel
         live = LiveStep(self._step, self._stages.name, reason, compile_piece, peers, has_pieces=has_pieces)
         result = live(args, kwargs)  # an error of the step's own leaves it as it was
         self._live = live

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -31,7 +31,7 @@ from wholestep.capture.retrace_policy import RetracePolicy
 from wholestep.capture.wrappers.fully_shard_settings import sharded_modules
 from wholestep.config import DDP, FSDP, Compress, Strategy, ZeRO
 from wholestep.cost.cost_model import CostModel
-from wholestep.errors import CaptureError, ConfigError
+from wholestep.errors import CaptureError, RankMismatchError
 from wholestep.ir.printer import plan_text
 from wholestep.ir.program import InputKind, Program, Stage
 from wholestep.live.peers import Peers
@@ -54,7 +54,7 @@ from wholestep.runtime.sharding.live_strategy import live_note, live_strategy
 from wholestep.runtime.sharding.shard_live import LiveSharding, layout_of_state
 from wholestep.runtime.shared_costs import agreed_costs
 from wholestep.runtime.step_timer import Runner
-from wholestep.runtime.wrapped_strategy import WrappedStrategy, tensor_parallel, with_ignored, wrapped_strategy
+from wholestep.runtime.wrapped_strategy import WrappedStrategy, is_tensor_parallel, with_ignored, wrapped_strategy
 from wholestep.util.progress import report_stage
 
 log = logging.getLogger("wholestep")
@@ -118,8 +118,8 @@ class Stages:
         self._is_adopted = False  # whether modules were asked for the strategy that they bring
         self._memory: dict[str, Any] | None = None
         """Of compressed communication, read before it was known whether modules bring a strategy that has any."""
-        self.runs_eagerly = False
-        """Whether no call of the step may be part of a graph, since its modules communicate by themselves."""
+        self.is_parallel = False
+        """Whether modules communicate by themselves, so that no strategy does; and a live step has no pieces then."""
 
     def build(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_first: bool) -> Entry:
         """Every stage in order, for one signature. `is_first`: the step has no other entry."""
@@ -137,20 +137,6 @@ class Stages:
             captured = self.capture(args, kwargs)
         with captured.undone_on_error():
             return self.plan(captured, lookup)
-
-    def _refuse_tensor_parallel(self, names: tuple[str, ...]) -> NoReturn:
-        if self._given.strategy is not None:
-            raise ConfigError(
-                f"{names[0]} is a DTensor of parallelize_module, and the step has strategy="
-                f"{type(self._given.strategy).__name__}(...) too. Leave strategy out: such a model communicates itself."
-            )
-        self.runs_eagerly = True
-        why = (
-            f"{len(names)} parameters such as {names[0]} are DTensors of parallelize_module. No graph is made of them "
-            f"yet: the step runs as eager code, and its modules communicate as ever."
-        )
-        log.warning("%s is not compiled. %s", self.name, why)
-        raise CaptureError(why)
 
     def reshard(self) -> None:
         """Drops parameters that an eager forward without a backward has left gathered: a step makes them stale."""
@@ -194,8 +180,7 @@ class Stages:
         binding = binding if compression is None else binding.with_constants(compression.tensors)
         buffer_sync = self._broadcast_state(scheduled, binding, world)
         runner = runner or self.backend.lower(scheduled)
-        if (mesh := self._mesh(world)) is not None:
-            runner = shard_values.around(scheduled, runner, mesh)
+        runner = shard_values.around(scheduled, captured.spec, runner, self._mesh(world))
         executable = Executable(scheduled, binding, runner, world, call=self.rendezvous.call, buffer_sync=buffer_sync)
         return Entry(
             captured=captured, programs=programs, executable=executable, plan=plan, compression=compression,
@@ -227,7 +212,12 @@ class Stages:
         """Compares the plan of all ranks; returns its text. Raises RankMismatchError, RankMissingError."""
         state = describe_state(scheduled) + (f"{self.compression}\n" if self.compression is not None else "")
         plan = plan_text(scheduled) + state
-        self.rendezvous.agree(plan, lambda: plan_text(scheduled, by_rank=True) + state, world)
+        try:
+            self.rendezvous.agree(plan, lambda: plan_text(scheduled, by_rank=True) + state, world)
+        except RankMismatchError as error:
+            if self.is_parallel:  # all ranks know
+                raise CaptureError(f"{self.name} has DTensors, and is another graph on each rank.") from error
+            raise
         return plan
 
     def _broadcast_state(self, program: Program, binding: Binding, world: World) -> BufferSync | None:
@@ -247,7 +237,9 @@ class Stages:
         """
         world, axes = init(), data_axes(init(), self.options.mesh)
         self._ignore((one.name, one.tensor) for one in collect(find_reachable(self.step, args, kwargs)).params)
-        strategy = None if self.runs_eagerly else self._strategy(world)
+        strategy = self._strategy(world)
+        if self.is_parallel:
+            log.warning("%s is live and has DTensors: it runs as eager code, and its modules communicate.", self.name)
         if strategy is None or all(axis.size == 1 for axis in axes):
             return None
         Peers.check(strategy)
@@ -277,6 +269,8 @@ class Stages:
     def strategy_name(self, entry: Entry) -> str:
         """What reports call the strategy of an entry."""
         is_alone = all(axis.size == 1 for axis in entry.programs[Stage.PLACED].mesh[:1])
+        if self.is_parallel:
+            return "tensor parallel"
         return "no communication" if is_alone else type(self._strategy(init()) or DDP()).__name__
 
     def load_memory(self, memory: dict[str, Any]) -> None:
@@ -308,8 +302,9 @@ class Stages:
         found = find_reachable(self.step, args, kwargs)
         self._fully_sharded = sharded_modules(root for _, root in found.modules.values())
         self.reshard()
-        if names := tensor_parallel(found):
-            self._refuse_tensor_parallel(names)
+        self.is_parallel = is_tensor_parallel(found, self._given.strategy)
+        if self.is_parallel:
+            return True
         wrapped = wrapped_strategy(found, self._given.strategy, world)
         if wrapped is None:
             return False
@@ -337,7 +332,8 @@ class Stages:
             self._sharding(args, kwargs, strategy, mesh, data_axes(world, mesh))
 
     def _strategy(self, world: World) -> Strategy | None:
-        return DDP() if self.options.strategy is None and world.size > 1 else self.options.strategy
+        is_given = self.options.strategy is not None or world.size == 1 or self.is_parallel
+        return self.options.strategy if is_given else DDP()
 
     def _choose_cuts(self, gradients: str, plan: Callable[[], Cuts]) -> Cuts:
         """The buckets for these gradients, as rank 0 has planned them."""
@@ -351,8 +347,9 @@ class Stages:
 
     def _lookup(self, args: tuple[Any, ...], kwargs: dict[str, Any], first: Rendezvous | None) -> CacheLookup:
         """The lookup of this call in the cache of earlier processes."""
-        if not self.uses_cache:
-            return CacheLookup(fingerprint=None, step=None, why_not="the older surface captures in every process")
+        if not self.uses_cache or self.is_parallel:
+            why = "steps of DTensors" if self.is_parallel else "those of the older surface"
+            return CacheLookup(fingerprint=None, step=None, why_not=f"{why} are captured in every process")
         if marked_sizes(args, kwargs, self.options.dynamic):
             return CacheLookup(fingerprint=None, step=None, why_not="sizes that move are captured in every process")
         return self.cache.lookup(args, kwargs, self._cache_context(), first)
@@ -368,7 +365,7 @@ class Stages:
 
     def keep(self, entry: Entry) -> None:
         """Writes an entry to the cache, for other processes, if it can be written."""
-        if self.uses_cache:
+        if self.uses_cache and not self.is_parallel:
             self.cache.store(lambda: self._to_save(entry))
 
     def save(self, entry: Entry, path: Path) -> None:

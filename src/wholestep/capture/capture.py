@@ -258,6 +258,8 @@ class _Attempt:
                 *map(GradSink, recorded.grads),
                 *map(StateSink, recorded.new_state),
             ),
+            layouts=(*(recorded.layouts[leaf] for leaf in filled), *recorded.layouts[len(recorded.results) :]),
+            sees_parts=self._context.sees_parts,
             result_spec=recorded.result_spec,
             leaves=tuple(StateRef(state.index[id(one)]) if id(one) in state.index else one for one in recorded.results),
             stepped_optimizers=tuple(number for number, opt in stepped if id(opt) in trace.stepped_optimizers),

@@ -64,7 +64,7 @@ def _input_records(context: StepContext, trace: Trace) -> list[Input]:
             shape=trace.sizes.sizes_of(row.name, row.tensor.shape), dtype=row.tensor.dtype,
             placement=Placement.REPLICATE if row.kind in _REPLICATED else Placement.LOCAL,
             shard=shard_spec(row.tensor),
-            trainable=row.kind is InputKind.PARAM and row.tensor.requires_grad, freed=i in trace.storages.freed,
+            trainable=row.trainable, freed=i in trace.storages.freed,
         )
         for i, row in enumerate(context.traced_inputs())
     ] + rank_inputs(trace.ranks)  # fmt: skip

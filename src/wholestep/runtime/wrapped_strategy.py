@@ -15,11 +15,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.distributed.device_mesh import DeviceMesh
 
 from wholestep.capture.reach.reachable import Reachable
-from wholestep.capture.reach.train_state import collect
+from wholestep.capture.reach.train_state import collect, parallel_parameters
 from wholestep.capture.wrappers import ddp, fully_shard_settings
 from wholestep.config import DDP, FSDP, CastCompress, CommHook, Compress, PowerSGD, Strategy
 from wholestep.errors import ConfigError
-from wholestep.ir.dtensor.shards import is_dtensor, is_sharded
+from wholestep.ir.dtensor.shards import is_sharded
 from wholestep.runtime.distributed.world import World
 
 log = logging.getLogger("wholestep")
@@ -36,12 +36,21 @@ class WrappedStrategy:
     """ids of the parameters whose gradients are reduced."""
 
 
-def tensor_parallel(found: Reachable) -> tuple[str, ...]:
-    """Names of parameters that are DTensors, and that ``fully_shard`` has not cut alone: of ``parallelize_module``."""
-    known = {id(one) for _, root in found.modules.values() for one in fully_shard_settings.parameters_of(root)}
-    return tuple(
-        slot.name for slot in collect(found).params if is_dtensor(slot.tensor) and id(slot.tensor) not in known
-    )
+def is_tensor_parallel(found: Reachable, given: Strategy | None) -> bool:
+    """Whether a step has modules of ``parallelize_module``, whose DTensors communicate by themselves.
+
+    Raises:
+        ConfigError: where a strategy, or a wrapper, would communicate too.
+    """
+    names = parallel_parameters(found, collect(found))
+    if not names:
+        return False
+    if given is not None:
+        raise ConfigError(
+            f"{names[0]} is a DTensor of parallelize_module, and the step has strategy="
+            f"{type(given).__name__}(...) too. Leave strategy out: such a model communicates itself."
+        )
+    return True
 
 
 def wrapped_strategy(found: Reachable, given: Strategy | None, world: World) -> WrappedStrategy | None:

@@ -29,9 +29,11 @@ from wholestep.capture.reach.traced_inputs import (
     RankSource,
     StateSource,
     StateView,
+    seen,
 )
 from wholestep.capture.scalars.rank_symbols import ranks
 from wholestep.capture.sizes.size_symbols import SizeEnv
+from wholestep.ir.dtensor.layouts import local_tensor
 from wholestep.ir.dtensor.shards import is_dtensor, local_value
 from wholestep.ir.program import InputKind, Program
 
@@ -101,6 +103,8 @@ class _Live:
         match source:
             case StateSource(slot):
                 tensor = self._slots[slot].tensor
+                if self._context.sees_parts:
+                    return Constant(local_tensor(tensor))
                 return Constant(local_value(tensor) if is_dtensor(tensor) else tensor)
             case EntryGradSource(slot):
                 return EntryGrad(self._owner[id(self._slots[slot].tensor)])
@@ -141,7 +145,7 @@ class _Live:
             leaves=tuple(map(self._leaf_value, spec.leaves)),
             outputs=(*outputs, *((leaf, number - len(returned)) for number, leaf in enumerate(returned))),
             views=tuple(
-                (leaf, one, self._slots[one.slot].tensor)
+                (leaf, one, seen(self._slots[one.slot].tensor, parts=self._context.sees_parts))
                 for leaf, one in enumerate(spec.leaves)
                 if isinstance(one, StateView)
             ),

@@ -22,6 +22,7 @@ from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.reach.traced_inputs import InputSource
 from wholestep.capture.reach.train_state import Address
 from wholestep.capture.scalars.varying_numbers import ScalarLocation, identity
+from wholestep.ir.dtensor.layouts import DTensorLayout
 from wholestep.ir.program import Program
 
 
@@ -98,6 +99,10 @@ class BindingSpec:
     """Per input of the program."""
     outputs: tuple[OutputSink, ...]
     """Per USER, GRAD and STATE output of the program, in its order. Behind them come its WRITE outputs."""
+    layouts: tuple[DTensorLayout | None, ...]
+    """Per output the DTensor of which it is this rank's part; None for a plain tensor."""
+    sees_parts: bool
+    """Whether the program takes this rank's parts of DTensors."""
     result_spec: tree_util.TreeSpec
     """Of what the step returns."""
     leaves: tuple[Any, ...]

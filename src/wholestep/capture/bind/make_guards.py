@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,14 @@ from wholestep.capture.guards.environment import environment_snapshot
 from wholestep.capture.guards.guards import Guard, Guards
 from wholestep.capture.guards.size_guards import SizeConditions, SizedLayout, SizeGuard, any_size
 from wholestep.capture.guards.tensor_layout import describe, first_aliases
-from wholestep.capture.guards.value_guards import BranchGuard, MemoryGuard, StorageGuard, VaryingNumberGuard, sharing
+from wholestep.capture.guards.value_guards import (
+    BranchGuard,
+    GradientLayoutGuard,
+    MemoryGuard,
+    StorageGuard,
+    VaryingNumberGuard,
+    sharing,
+)
 from wholestep.capture.python.snapshot import Snapshot
 from wholestep.capture.reach.module_hooks import GLOBAL_HOOKS
 from wholestep.capture.reach.step_context import StepContext
@@ -28,6 +35,7 @@ from wholestep.capture.reach.traced_inputs import (
 from wholestep.capture.reach.train_state import Slot, TrainState
 from wholestep.capture.scalars.rank_symbols import ranks
 from wholestep.capture.sizes.size_symbols import SizeEnv
+from wholestep.ir.dtensor.layouts import DTensorLayout
 from wholestep.ir.dtensor.shards import is_dtensor
 from wholestep.ir.program import InputKind
 
@@ -47,7 +55,7 @@ def make_guards(spec: BindingSpec, context: StepContext, sizes: SizeEnv | None =
             state_guards.LayoutGuard(tuple((slot, describe(slot.tensor)) for slot in slots)),
             state_guards.GradientGuard(tuple(kinds)),
         ),
-        values=_value_guards(spec, context, sizes),
+        values=(*_value_guards(spec, context, sizes), *_placed_gradients(context, had_gradient)),
         fast=_fast_path(spec, context, slots, containers, had_gradient),
         always=bool(containers.opaque),
     )
@@ -141,6 +149,14 @@ def _value_guards(spec: BindingSpec, context: StepContext, sizes: SizeEnv | None
     if (guard := _memory_guard(spec, context)) is not None:
         made.append(guard)
     return tuple(made)
+
+
+def _placed_gradients(context: StepContext, had_gradient: dict[int, bool]) -> Iterator[GradientLayoutGuard]:
+    """The guard of gradients of which the graph takes parts, if there are any."""
+    params = (slot for slot in context.state.params if context.sees_parts and had_gradient.get(id(slot.tensor)))
+    placed = tuple((slot, DTensorLayout.of(slot.tensor.grad)) for slot in params if is_dtensor(slot.tensor.grad))
+    if placed:
+        yield GradientLayoutGuard(placed)
 
 
 def _memory_guard(spec: BindingSpec, context: StepContext) -> MemoryGuard | None:

@@ -1,4 +1,4 @@
-"""Guards that are asked at every call: varying numbers, branches, sizes of storages."""
+"""Guards that are asked at every call: varying numbers, branches, sizes of storages, placements of gradients."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import torch
 
 from wholestep.capture.functionalize.storage_resize import StorageSizes
 from wholestep.capture.guards.guards import Call, Guard
+from wholestep.capture.reach.train_state import Slot
 from wholestep.capture.scalars.varying_numbers import VaryingNumbers
 from wholestep.capture.sizes.size_symbols import memory_of
+from wholestep.ir.dtensor.layouts import DTensorLayout
+from wholestep.ir.dtensor.shards import is_dtensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,20 @@ class MemoryGuard(Guard):
         for leaf, other in sorted(sharing(self.written, self.data, call.leaves, self.state) ^ self.shared):
             of = f"argument {other}" if other < len(call.leaves) else "a tensor of the state"
             return f"argument {leaf}, which the step writes to, shares memory with {of} in one of two calls"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class GradientLayoutGuard(Guard):
+    """Gradients at entry that are DTensors: how they are placed, of which the native guards know nothing."""
+
+    layouts: tuple[tuple[Slot, DTensorLayout], ...]
+
+    def why_not(self, call: Call) -> str | None:
+        for slot, then in self.layouts:
+            grad = slot.tensor.grad
+            if is_dtensor(grad) and (now := DTensorLayout.of(grad)) != then:
+                return f"the gradient of {slot.name} at entry was placed as {then.placements}, is {now.placements}"
         return None
 
 

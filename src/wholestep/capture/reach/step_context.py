@@ -21,6 +21,9 @@ from wholestep.capture.reach.train_state import CutState, LazyState, TrainState
 from wholestep.capture.scalars.hyperparameters import HyperparameterLifter
 from wholestep.capture.scalars.varying_numbers import ScalarLocation, VaryingNumbers, VaryingValue, fits_a_box, identity
 from wholestep.capture.sizes.size_symbols import SMALLEST, may_move, memory_of
+from wholestep.capture.wrappers import tensor_parallel
+from wholestep.capture.wrappers.fully_shard_settings import sharded_modules
+from wholestep.errors import CaptureError
 from wholestep.ir.program import InputKind
 
 
@@ -62,6 +65,8 @@ class StepContext:
         self.lazy = LazyState(list(self.reachable.optimizers.values()), cut_state)
         try:
             self.state: TrainState = stating.collect(self.reachable)
+            self.sees_parts = bool(stating.parallel_parameters(self.reachable, self.state))
+            """Whether a trace sees this rank's parts of DTensors, and not whole tensors in their place."""
             self.outside = self._places_of(varying)
             self.count(self.outside)
             self.is_data = [isinstance(leaf, torch.Tensor) and id(leaf) not in self.state.index for leaf in self.leaves]
@@ -72,9 +77,20 @@ class StepContext:
             self.moving = self._moving_dims(varying)
             """By id of a tensor that is data, its dims that are symbols."""
             stating.check_devices(self.state, self.user)
+            if self.sees_parts:
+                self._check_parts()
         except BaseException:
             self.lazy.discard()
             raise
+
+    def _check_parts(self) -> None:
+        """Raises CaptureError for what no graph of parts of DTensors holds."""
+        if self.reachable.wrappers or sharded_modules(root for _, root in self.reachable.modules.values()):
+            raise CaptureError(
+                "The step has modules of parallelize_module, and others that DistributedDataParallel or fully_shard "
+                "has wrapped. A graph holds the one or the other: leave those plain, or make two steps of it."
+            )
+        tensor_parallel.check_parts(((slot.name, slot.tensor) for slot in self.state.slots), self.user)
 
     def count(self, places: Sequence[ScalarLocation]) -> None:
         """Makes inputs of the numbers in these places. Once: their boxes are the last of the state."""
@@ -153,7 +169,7 @@ class StepContext:
 
     def traced_inputs(self) -> list[TracedInput]:
         """The inputs of a trace of this call, but for the numbers of ranks."""
-        return traced_inputs(self.state, self.lifter.hypers, self.user)
+        return traced_inputs(self.state, self.lifter.hypers, self.user, parts=self.sees_parts)
 
 
 def _named(root: str, top: nn.Module) -> list[tuple[str, nn.Module]]:

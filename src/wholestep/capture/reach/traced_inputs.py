@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from wholestep.capture.reach.train_state import TrainState
 from wholestep.capture.scalars.hyperparameters import Hyperparameter
+from wholestep.ir.dtensor.layouts import local_tensor
 from wholestep.ir.dtensor.shards import is_dtensor
 from wholestep.ir.program import InputKind
 
@@ -81,7 +82,9 @@ class TracedInput:
     name: str
     """As programs show it."""
     tensor: torch.Tensor
-    """The live tensor; for a number of a group its box, 0-d float64 on the CPU."""
+    """The live tensor, or this rank's part of it; for a number of a group its box, 0-d float64 on the CPU."""
+    trainable: bool = False
+    """Whether it is a parameter that takes gradients."""
 
     @property
     def label(self) -> str:
@@ -89,14 +92,20 @@ class TracedInput:
         return f"argument tensor {self.source.number}" if isinstance(self.source, ArgumentSource) else self.name
 
 
+def seen(tensor: torch.Tensor, *, parts: bool) -> torch.Tensor:
+    """The tensor in whose place a trace has a fake. `parts`: of a DTensor that is this rank's part."""
+    return local_tensor(tensor) if parts else tensor
+
+
 def traced_inputs(
-    state: TrainState, hypers: Sequence[Hyperparameter], arguments: Sequence[torch.Tensor]
+    state: TrainState, hypers: Sequence[Hyperparameter], arguments: Sequence[torch.Tensor], *, parts: bool
 ) -> list[TracedInput]:
-    """All inputs of a trace but the numbers of ranks, in order."""
+    """All inputs of a trace but the numbers of ranks, in order. `parts`: of DTensors this rank's part is the input."""
     rows = [
         TracedInput(
             EntryGradSource(number) if slot.kind is InputKind.GRAD else StateSource(number),
-            slot.kind, slot.name, slot.tensor,
+            slot.kind, slot.name, seen(slot.tensor, parts=parts),
+            trainable=slot.kind is InputKind.PARAM and slot.tensor.requires_grad,
         )
         for number, slot in enumerate(state.slots)
     ]  # fmt: skip
@@ -105,12 +114,14 @@ def traced_inputs(
     return rows
 
 
-def shown_state(state: TrainState, boxes: Collection[int]) -> dict[int, torch.Tensor]:
+def shown_state(state: TrainState, boxes: Collection[int], *, parts: bool) -> dict[int, torch.Tensor]:
     """By slot the tensors of which a result may be a view. `boxes`: ids of those that are ours, and hold numbers.
 
     A gradient may be another one behind the call, and a shard has no whole tensor to show.
     """
-    slots = ((n, slot.tensor) for n, slot in enumerate(state.slots) if slot.kind is not InputKind.GRAD)
+    slots = (
+        (n, seen(slot.tensor, parts=parts)) for n, slot in enumerate(state.slots) if slot.kind is not InputKind.GRAD
+    )
     return {
         number: tensor
         for number, tensor in slots
@@ -118,12 +129,15 @@ def shown_state(state: TrainState, boxes: Collection[int]) -> dict[int, torch.Te
     }
 
 
-def state_views(leaves: Sequence[Any], shown: dict[int, torch.Tensor]) -> dict[int, StateView]:
-    """The leaves of a traced result, by place, that are views of those tensors. All of them are fake tensors now."""
+def state_views(leaves: Sequence[Any], shown: dict[int, torch.Tensor], known: Collection[int]) -> dict[int, StateView]:
+    """The leaves of a traced result, by place, that are views of those tensors. All of them are fake tensors now.
+
+    `known`: ids of the tensors of the state, which are no views.
+    """
     slots: dict[int, list[int]] = {}
     for slot, tensor in shown.items():
         slots.setdefault(tensor.untyped_storage()._cdata, []).append(slot)
-    known, found = {id(tensor) for tensor in shown.values()}, dict[int, StateView]()
+    found = dict[int, StateView]()
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, FakeTensor) and leaf.layout is torch.strided and id(leaf) not in known:
             views = (_view(leaf, slot, shown[slot]) for slot in slots.get(leaf.untyped_storage()._cdata, ()))

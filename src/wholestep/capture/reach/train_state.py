@@ -19,7 +19,9 @@ from wholestep.capture.python import tree_util
 from wholestep.capture.python.tracing_thread import on_this_thread
 from wholestep.capture.python.user_frame import current_line
 from wholestep.capture.reach.reachable import Reachable
+from wholestep.capture.wrappers import tensor_parallel
 from wholestep.errors import CaptureError, HyperparameterError
+from wholestep.ir.dtensor.layouts import place_zeros
 from wholestep.ir.dtensor.shards import is_dtensor
 from wholestep.ir.program import InputKind
 from wholestep.util.gradient_node import is_leaf
@@ -136,6 +138,12 @@ def collect(found: Reachable) -> TrainState:
     return state
 
 
+def parallel_parameters(found: Reachable, state: TrainState) -> list[str]:
+    """Names of the parameters of ``parallelize_module``."""
+    roots = (root for _, root in found.modules.values())
+    return tensor_parallel.parallel_parameters(roots, ((slot.name, slot.tensor) for slot in state.params))
+
+
 def _refuse_lazy(state: TrainState) -> None:
     for slot in state.slots:
         if nn.parameter.is_lazy(slot.tensor):
@@ -234,6 +242,20 @@ class LazyState:
             elif id(param) in known:
                 opt.state.pop(param, None)
 
+    def _place_momentum(self, opt: SGD) -> None:
+        """Gives momentum the placements that SGD's own has, which begins as a copy of the first gradient."""
+        for owner, param in self.created:
+            buffer = opt.state[param].get("momentum_buffer") if owner is opt and param in opt.state else None
+            if not (is_dtensor(buffer) and is_dtensor(param.grad)):
+                continue
+            placements = tensor_parallel.placements_of_copy(param.grad)
+            if not place_zeros(buffer, placements):
+                raise CaptureError(
+                    f"SGD makes the momentum of a DTensor of {list(param.shape)} at {current_line()}, placed as "
+                    f"{placements} like its gradient, which is not how the parameter is placed. Call the first step "
+                    f"outside of this one."
+                )
+
     @contextmanager
     def watched(self) -> Iterator[None]:
         """While open, the state of an optimizer is what it would be without `created`, to who looks at it.
@@ -266,6 +288,8 @@ class LazyState:
                     )
                 missing = [param for owner, param in self.created if owner is opt and param.grad is None]
                 aside.extend((opt, param, opt.state.pop(param)) for param in missing if param in opt.state)
+                if isinstance(opt, SGD):
+                    self._place_momentum(opt)
                 return original(opt, *args, **kwargs)
 
             return functools.wraps(original)(on_this_thread(init_group, original))

@@ -38,10 +38,12 @@ from wholestep.capture.tracing.module_to import module_to_is_identity
 from wholestep.capture.tracing.process_group_rules import RULES
 from wholestep.capture.tracing.process_groups import ProcessGroupRecorder
 from wholestep.capture.tracing.rnn_unroll import unrolled_rnns
+from wholestep.capture.wrappers import tensor_parallel
 from wholestep.capture.wrappers.ddp import silent_forwards
 from wholestep.capture.wrappers.fully_shard_hooks import silent_hooks
 from wholestep.capture.wrappers.sync_batch_norm import graph_batch_norms
 from wholestep.errors import CaptureError
+from wholestep.ir.dtensor.shards import is_dtensor
 from wholestep.ir.ops.rng_state import traced_generator
 from wholestep.util.gradient_node import is_leaf
 
@@ -145,7 +147,10 @@ def _modes(context: StepContext, recorders: Recorders) -> Iterator[AbstractConte
     yield recorders.mode
     yield torch.autograd.set_multithreading_enabled(False)  # dispatch modes belong to this thread
     yield silent_forwards()
-    yield recorders.markers.on({id(s.tensor): (s.name, s.tensor) for s in context.state.params})
+    if context.sees_parts:
+        yield tensor_parallel.numbers_stand_apart()
+    else:
+        yield recorders.markers.on({id(s.tensor): (s.name, s.tensor) for s in context.state.params})
     yield recorders.origins.recording()
     yield traced_generator()
     yield unrolled_rnns()
@@ -185,7 +190,7 @@ def _patches(context: StepContext, recorders: Recorders) -> Iterator[AbstractCon
 
 def _marking_backward(original: Engine, state: TrainState, recorders: Recorders) -> Engine:
     """The backward of autograd; gradients of parameters that it returns, and does not accumulate, are marked."""
-    names = {id(s.tensor): s.name for s in state.params}
+    names = {id(s.tensor): s.name for s in state.params if not is_dtensor(s.tensor)}
 
     def run(tensors: Any, grads: Any, keep: Any, create: Any, inputs: Any, *rest: Any, **kw: Any) -> Any:
         with recorders.origins.backward():

@@ -34,7 +34,9 @@ from wholestep.capture.tracing.call_watch import calls_watched
 from wholestep.capture.tracing.grad_markers import gradients_watched
 from wholestep.capture.tracing.patches import make_recorders, patched
 from wholestep.capture.tracing.tensor_swap import ENTRY_MARK, swapped
+from wholestep.capture.wrappers import tensor_parallel
 from wholestep.errors import CaptureError
+from wholestep.ir.dtensor.layouts import DTensorLayout, local_tensor
 from wholestep.ir.dtensor.shards import is_dtensor
 from wholestep.ir.dtensor.whole_fake import whole_fake
 from wholestep.ir.lazy_graph_module import unwritten
@@ -55,6 +57,8 @@ class _Recorded:
     """Slots of parameters whose ``.grad`` is the very tensor it was at entry."""
     new_state: list[Address]
     """What the graph creates for optimizers."""
+    layouts: list[DTensorLayout | None]
+    """Of each of these results, gradients and states, in this order, that the graph gives a part of."""
     predicates: tuple[fx.GraphModule, list[bool], list[str]] | None
     numbers: dict[Any, Any]
     """Symbols of host scalars, and their values at this call."""
@@ -111,7 +115,8 @@ class Tracer:
         self._arguments: ArgumentWrites | None = None
         self._rows = context.traced_inputs()
         self._reals, self._labels = [row.tensor for row in self._rows], [row.label for row in self._rows]
-        self._shown = shown_state(context.state, {id(one.box) for one in context.varying.numbers})
+        boxes = {id(one.box) for one in context.varying.numbers}
+        self._shown = shown_state(context.state, boxes, parts=context.sees_parts)
         self._recorders = make_recorders(context)
         self._outside: list[tuple[str, torch.Tensor]] = []
         """Leaves behind inputs that were computed outside of the step, each with what errors call the input."""
@@ -169,15 +174,12 @@ class Tracer:
                 fakes.append(self._fake(row))
             by_id = {id(real): fake for real, fake in zip(self._reals, fakes, strict=True)}
             for slot in self._state.params:  # the fake of a parameter has made a fake of its gradient already
-                grad = slot.tensor.grad
-                if grad is not None and not is_dtensor(grad):
-                    position = self._state.index[id(grad)]
-                    inner = by_id[id(slot.tensor)].grad
-                    if inner is not None:
-                        fakes[position] = inner
-                        by_id[id(slot.tensor)].grad = None
-                elif grad is not None:
-                    by_id[id(slot.tensor)].grad = None
+                grad, fake = slot.tensor.grad, by_id.get(id(slot.tensor))
+                if grad is None or fake is None:  # a DTensor holds its gradient itself, and not its part
+                    continue
+                if not is_dtensor(grad) and fake.grad is not None:
+                    fakes[self._state.index[id(grad)]] = fake.grad
+                fake.grad = None
             for real in self._context.user:
                 if is_leaf(real):
                     by_id[id(real)].grad = None  # an argument's gradient is no input
@@ -258,12 +260,13 @@ class Tracer:
         check_places(self._reals, places, self._labels)
         flags.check()
         traced = (torch.Tensor, torch.SymFloat, torch.SymInt, torch.SymBool)
-        views = state_views(leaves, self._shown)
+        views = state_views(leaves, self._shown, self._state.index)
         leaves = [views.get(place, leaf) for place, leaf in enumerate(leaves)]
         held = [not isinstance(leaf, traced) or id(leaf) in self._state.index for leaf in leaves]
         outputs: list[Any] = [None if is_held else leaf for leaf, is_held in zip(leaves, held, strict=True)]
         new_grads, kept_grads = self._gradients()
         created = self._optimizers.created()
+        made = [*outputs, *new_grads.values(), *(one for _, one in created)]
         versions, version_values = self._recorders.versions.at_exit()
         recorded.append(
             _Recorded(
@@ -271,11 +274,12 @@ class Tracer:
                 results=[leaf if is_held else None for leaf, is_held in zip(leaves, held, strict=True)],
                 grads=list(new_grads), kept_grads=kept_grads,
                 new_state=[where for where, _ in created], versions=versions,
+                layouts=tensor_parallel.layouts(made, self._shown.values()),
                 numbers=host.symbols(), predicates=predicate_graph(host),
             )
         )  # fmt: skip
         self._recorders.host = None
-        return [*outputs, *new_grads.values(), *(made for _, made in created), *version_values]
+        return [*map(local_tensor, made), *version_values]
 
     def _gradients(self) -> tuple[dict[int, torch.Tensor], set[int]]:
         """Slots of parameters with their new gradients, and slots of those that kept the one they had."""

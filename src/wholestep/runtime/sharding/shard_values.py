@@ -1,33 +1,47 @@
-"""Parts in, DTensors out: what a call of a sharded program does around its run."""
+"""Parts in, DTensors out: what a call of a program that has parts of DTensors does around its run."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from wholestep.capture.bind.binding import Binding
+from wholestep.capture.bind.captured import BindingSpec
+from wholestep.capture.reach.traced_inputs import EntryGradSource
+from wholestep.ir.dtensor.layouts import local_tensor
 from wholestep.ir.dtensor.shards import as_dtensor, padded_shard
 from wholestep.ir.program import InputKind, Program
 from wholestep.runtime.step_timer import Runner
 
 
-def around(program: Program, runner: Runner, mesh: DeviceMesh) -> Runner:
+def around(program: Program, spec: BindingSpec, runner: Runner, mesh: DeviceMesh | None) -> Runner:
     """`runner`, which takes gradients from before the call, and gives new gradients and new state, as DTensors.
 
     What lives between calls comes as parts already: it is bound once.
     """
-    inputs = [n for n, one in enumerate(program.inputs) if one.shard is not None and one.kind is InputKind.GRAD]
-    outputs = [(n, one.shard) for n, one in enumerate(program.outputs) if one.shard is not None]
+    outputs = [(n, layout.around) for n, layout in enumerate(spec.layouts) if layout is not None]
+    if mesh is not None:  # nothing is sharded without one
+        cut = ((n, one.shard) for n, one in enumerate(program.outputs) if one.shard is not None)
+        outputs += [(n, partial(as_dtensor, spec=shard, mesh=mesh)) for n, shard in cut]
+    take: Callable[[Any], torch.Tensor]
+    if spec.sees_parts:  # whatever their placements are
+        take, inputs = local_tensor, [n for n, one in enumerate(spec.inputs) if isinstance(one, EntryGradSource)]
+    else:
+        sharded = (n for n, one in enumerate(program.inputs) if one.shard is not None)
+        take, inputs = padded_shard, [n for n in sharded if program.inputs[n].kind is InputKind.GRAD]
     if not inputs and not outputs:
         return runner
 
     def run(flat: list[Any]) -> tuple[Any, ...]:
         for number in inputs:
-            flat[number] = padded_shard(flat[number])
+            flat[number] = take(flat[number])
         results = list(runner(flat))
-        for number, spec in outputs:
-            results[number] = as_dtensor(results[number], spec, mesh)
+        for number, whole in outputs:
+            results[number] = whole(results[number])
         return tuple(results)
 
     return run

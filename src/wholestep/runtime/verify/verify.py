@@ -128,6 +128,12 @@ def verify(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any], tria
         )
     found = reachability.find_reachable(subject.step, args, kwargs)
     state = stating.collect(found)
+    if names := stating.parallel_parameters(found, state):
+        raise ConfigError(
+            f"verify() divides the batch among virtual ranks. {names[0]} is a DTensor of parallelize_module, and such "
+            f"modules divide the work on one batch among real ranks. Compare with the eager step: call each on a model "
+            f"of its own, and compare their parameters."
+        )
     batch = Batch(args, kwargs, state, subject.num_ranks)
     saved = StateBackup(found, state)
     try:
