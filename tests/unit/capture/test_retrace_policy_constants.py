@@ -94,10 +94,20 @@ TYPES: dict[str, Callable[[Any], float]] = {
 }
 
 
-@pytest.mark.parametrize("how", ["isinstance", "type"])
-def test_a_symbol_that_is_taken_for_no_number_is_none(how: str) -> None:
+@pytest.mark.parametrize("how", TYPES)
+def test_a_number_that_is_asked_for_its_type_is_an_input(how: str) -> None:
     def make(training: Training) -> Step:
         return lambda x, number: training.update(training.model(x).mean() * TYPES[how](number))
+
+    assert train_both(make, numbers).cache_info().hits > 0
+
+
+def test_a_symbol_that_is_taken_for_no_number_is_none() -> None:
+    def scale(number: Any) -> Any:
+        return 100 if hasattr(number, "node") else number
+
+    def make(training: Training) -> Step:
+        return lambda x, number: training.update(training.model(x).mean() * scale(number))
 
     assert train_both(make, numbers).cache_info().hits == 0
 
