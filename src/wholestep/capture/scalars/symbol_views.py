@@ -38,13 +38,12 @@ def symbols_are_numbers() -> Iterator[None]:
     See [Note: the class of a symbol].
     """
     thread = threading.get_ident()
+    around = {kind: _put_class(kind, _class_for(number, thread)) for kind, number in _NUMBERS.items()}
     try:
-        for kind, number in _NUMBERS.items():
-            _put_class(kind, _class_for(number, thread))
         yield
     finally:
-        for kind in _NUMBERS:
-            _put_class(kind, None)
+        for kind, view in around.items():
+            _put_class(kind, view)
 
 
 class _AsksForTypes(type):
@@ -81,15 +80,15 @@ def _asks_for_numbers(frame: FrameType | None) -> bool:
     return False
 
 
-def _put_class(kind: type, view: property | None) -> None:
-    """Sets ``__class__`` among the attributes of a class's instances; `setattr` would set the class of the class."""
+def _put_class(kind: type, view: property | None) -> property | None:
+    """Sets ``__class__`` of a class's instances; `setattr` would set the class of the class. Returns what it was."""
     (attributes,) = gc.get_referents(vars(kind))
+    before: property | None = attributes.pop("__class__", None)
     if view is not None:
         attributes["__class__"] = view
-    else:
-        attributes.pop("__class__", None)
     kind._wholestep = None  # type: ignore[attr-defined]  # has Python forget what it has looked up before
     del kind._wholestep  # type: ignore[attr-defined]
+    return before
 
 
 @contextmanager

@@ -126,6 +126,9 @@ def test_torch_and_other_threads_tell_a_symbol_from_a_number() -> None:
         assert not scope["asks"](symbol)
         other.start()
         other.join()
+        with symbols_are_numbers():
+            assert isinstance(symbol, int)
+        assert isinstance(symbol, int)  # one capture within another ends, and the outer one goes on
     assert found == [False]
     assert not isinstance(symbol, int)
 
