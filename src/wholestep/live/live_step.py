@@ -26,7 +26,7 @@ from wholestep.live.recording.path import Path, Paths
 from wholestep.live.recording.record import Read
 from wholestep.live.recording.snapshot import AsRecorded, as_recorded
 from wholestep.live.run import Run
-from wholestep.live.shard_calls import whole_operands
+from wholestep.live.shard_calls import executed_on_whole, whole_operands
 
 
 class Compiled(Protocol):
@@ -160,9 +160,16 @@ class LiveStep:
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         peers = self._peers
+        computes_whole = peers is not None and peers.computes_whole
         if not self.is_recorded:
-            with whole_operands(peers) if peers is not None and peers.computes_whole else nullcontext():
+            with whole_operands(peers) if computes_whole else nullcontext():
                 return self._step(*args, **kwargs)
+        with executed_on_whole(peers) if computes_whole else nullcontext():
+            return self._recorded(args, kwargs)
+
+    def _recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call, whose calls of torch are recorded."""
+        peers = self._peers
         agree = None if peers is None else lambda: peers.meet(Event(PUTS_GRADIENTS))
         leaves = pytree.tree_leaves((args, kwargs))
         run = Run(self._paths.all, leaves, self._launch, self.learned, agree)

@@ -105,9 +105,8 @@ class Peers:
 
     @property
     def runs_pieces(self) -> bool:
-        """Whether recorded calls may run as graphs; not where hooks of torch gather parameters between them, or on a
-        mesh of two axes."""
-        return isinstance(self.strategy, DDP) and len(self._axes) == 1
+        """Whether recorded calls may run as graphs; not on a mesh of two axes."""
+        return len(self._axes) == 1
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], call_name: str) -> None:
         """The start of a call: finds parameters and buffers, and makes equal what the strategy wants equal."""
@@ -164,7 +163,7 @@ class Peers:
         """
         with ExitStack() as stack:
             stack.enter_context(backward_replaced(self._reducing_backward))
-            if not self.runs_pieces:
+            if isinstance(self.strategy, FSDP):
                 stack.enter_context(before_forwards(self._meet_before_forward))
             yield
 

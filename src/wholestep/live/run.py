@@ -21,13 +21,14 @@ from torch.optim import Optimizer
 
 from wholestep.capture.python.user_frame import current_line
 from wholestep.capture.tracing.tensor_swap import swap_contents
+from wholestep.capture.wrappers.fully_shard_hooks import is_fully_sharded
 from wholestep.live.followed_calls import NOT_SURE, CallWithoutTensors, FollowedCalls, Learned
-from wholestep.live.opaque.modules import OpaqueModule
-from wholestep.live.pieces.observation import execute, hooks_on_gradients, observe, unknown_argument
+from wholestep.live.opaque.modules import OpaqueModule, OpenModule
+from wholestep.live.pieces.observation import hooks_on_gradients, observe, unknown_argument
 from wholestep.live.pieces.pending_calls import Launcher
 from wholestep.live.pieces.shape_inference import resized
 from wholestep.live.recording.difference import difference
-from wholestep.live.recording.handle import CURRENT, Handle, made, recording_paused
+from wholestep.live.recording.handle import CURRENT, Handle, execute, made, recording_paused, with_torch_functions
 from wholestep.live.recording.metadata import METADATA
 from wholestep.live.recording.modes import current_modes, why_not_recordable
 from wholestep.live.recording.observer import Draws, DrawWatch
@@ -88,6 +89,9 @@ class Run(FollowedCalls):
                 if result is not NOT_SURE:
                     return result
                 opaque = self._opaque(module, args, kwargs)
+        if opaque is None and is_fully_sharded(module):
+            why = f"{name_of(type(module))} gathers its parameters for its own time, and its Python runs at every call"
+            return self.unrecorded(OpenModule(module), args, kwargs, why)
         return plain(module, *args, **kwargs) if opaque is None else self.called(opaque, args, kwargs)
 
     def unrecorded(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> Any:
@@ -131,7 +135,7 @@ class Run(FollowedCalls):
                 if isinstance(one, OpaqueModule) and one.module is module and one.holds(args, kwargs):
                     return one
             self._flush(f"{name_of(type(module))} is called where no earlier run called it, or it is another by now")
-        found: OpaqueModule | None = execute(self._learned.modules.find, (module, args, kwargs), {})
+        found: OpaqueModule | None = with_torch_functions(self._learned.modules.find, (module, args, kwargs), {})
         return found
 
     def _called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

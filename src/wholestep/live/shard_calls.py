@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -30,10 +29,10 @@ from wholestep.capture.python.code_owner import is_library_class
 from wholestep.capture.reach.train_state import states
 from wholestep.capture.wrappers.fully_shard_hooks import as_of_whole_parameters
 from wholestep.ir.dtensor.shards import cut, is_dtensor, is_sharded, own_part
-from wholestep.live.opaque.functions import clear_grads, redirected
+from wholestep.live.opaque.functions import acts_on_parameters, clear_grads, redirected
+from wholestep.live.opaque.modules import OpaqueModule, OpenModule
 from wholestep.live.peers import RUNS_ON_SHARDS, Event, Peers
-from wholestep.live.pieces.observation import execute
-from wholestep.live.recording.handle import CURRENT, RecordingMode
+from wholestep.live.recording.handle import CURRENT, RecordingMode, with_torch_functions
 from wholestep.live.recording.metadata import METADATA
 from wholestep.live.recording.observer import Draws, DrawWatch
 from wholestep.live.recording.path import BACKWARDS
@@ -55,6 +54,19 @@ def whole_operands(peers: Peers) -> Iterator[None]:
     calls = ShardCalls(peers)
     with redirected(looks=True), as_of_whole_parameters(calls.of_python), calls.of_python():
         yield
+
+
+@contextmanager
+def executed_on_whole(peers: Peers) -> Iterator[None]:
+    """While open, calls of a live step that are executed on this thread are given whole tensors, as above."""
+    calls = ShardCalls(peers)
+    with as_of_whole_parameters(calls.of_python):
+        CURRENT.executor = calls
+        try:
+            yield
+        finally:
+            CURRENT.executor = None
+            calls.write_back()
 
 
 @dataclass(slots=True)
@@ -92,6 +104,13 @@ class ShardCalls:
         finally:
             CURRENT.run = around
             self.write_back()
+
+    def execute(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Executes a call that a live step has recorded, or does not record."""
+        with self.of_python():
+            if isinstance(function, (OpaqueModule, OpenModule)):
+                return function(*args, **kwargs)
+            return self.called(function, args, kwargs)
 
     def called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a torch function by the step's own Python."""
@@ -133,11 +152,11 @@ class ShardCalls:
         structure = flatten((args, kwargs), leaves)
         if function is torch.autograd.grad and any(map(is_sharded, leaves)):
             return self._gradients(*args, **kwargs)
-        if function in BACKWARDS or _acts_on_parameters(function, leaves):
+        if function in BACKWARDS or acts_on_parameters(function, leaves):
             return self._on_shards(function, args, kwargs)
         shards = [leaf for leaf in leaves if is_dtensor(leaf)]
         if not shards:
-            return execute(function, args, kwargs)
+            return with_torch_functions(function, args, kwargs)
         if function in _OF_THE_OBJECT or _is_descriptor(function) or any(map(_is_hook, leaves)):
             return self._attribute(function, args, kwargs)
         if _is_in_place(function) and not any(_is_plain(leaf) for leaf in leaves):
@@ -151,7 +170,7 @@ class ShardCalls:
             _cut_state(opt)
         if function not in (*BACKWARDS, clear_grads):  # ranks meet in front of those anyway, or need not
             self._peers.meet(Event(RUNS_ON_SHARDS))
-        result = execute(function, args, kwargs)
+        result = with_torch_functions(function, args, kwargs)
         self._refresh()
         return pytree.tree_map_only(DTensor, DTensor.full_tensor, result)
 
@@ -167,7 +186,11 @@ class ShardCalls:
         own = [*(leaves.get(id(one), one) for one in wanted), *shards.values()]  # the latter outside of forwards
         self.write_back()
         with self._peers.shards.gradients_kept():
-            grads = list(execute(torch.autograd.grad, (outputs, own, grad_outputs), {**options, "allow_unused": True}))
+            grads = list(
+                with_torch_functions(
+                    torch.autograd.grad, (outputs, own, grad_outputs), {**options, "allow_unused": True}
+                )
+            )
         del grads[len(wanted) :]
         for place, shard in shards.items():
             kept = self._peers.shards.take_gradient(shard)
@@ -195,7 +218,7 @@ class ShardCalls:
             if function == _SET_DATA:  # the hooks of torch gather from the memory that they know
                 owner._local_tensor.detach().copy_(values[0]._local_tensor)
                 return self._refresh()
-        result = execute(function, (owner, *values), kwargs)
+        result = with_torch_functions(function, (owner, *values), kwargs)
         self._refresh()
         return result
 
@@ -204,7 +227,7 @@ class ShardCalls:
         self.write_back()
         try:
             with DrawWatch():  # type: ignore[no-untyped-call]
-                result = execute(function, args, kwargs)
+                result = with_torch_functions(function, args, kwargs)
         except (NotImplementedError, Draws):
             return self._on_whole(function, leaves, flatten((args, kwargs), []))
         self._refresh()
@@ -222,7 +245,7 @@ class ShardCalls:
                 given.append(leaf)
         args, kwargs = unflatten(structure, given)
         before = [(one, one.tensor.clone()) for one in wholes.values()] if self._held else []
-        result = execute(function, args, kwargs)
+        result = with_torch_functions(function, args, kwargs)
         with torch.no_grad():
             for one in wholes.values():
                 one.write_back()
@@ -281,12 +304,6 @@ class _WholeParameter(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         ctx.shards.keep_gradient(ctx.shard, grad)
         return None, None, None
-
-
-def _acts_on_parameters(function: Any, leaves: Sequence[Any]) -> bool:
-    """Whether it is one of the functions that live steps take whole: see `wholestep.live.opaque.functions`."""
-    is_step = any(isinstance(leaf, Optimizer) for leaf in leaves)
-    return is_step or function is clear_grads or getattr(function, "__module__", "") == clip_grad.__name__
 
 
 def _cut_state(opt: Optimizer) -> None:

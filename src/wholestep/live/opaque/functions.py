@@ -11,7 +11,7 @@ import functools
 import inspect
 import os
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -97,6 +97,12 @@ def _has_hooks(opt: Optimizer) -> bool:
         or optimizer._global_optimizer_pre_hooks
         or optimizer._global_optimizer_post_hooks
     )
+
+
+def acts_on_parameters(function: Any, leaves: Iterable[Any]) -> bool:
+    """Whether a call is one of these: they act on parameters and their gradients, and know those that are shards."""
+    is_step = any(isinstance(leaf, Optimizer) for leaf in leaves)
+    return is_step or function is clear_grads or getattr(function, "__module__", "") == clip_grad.__name__
 
 
 def clear_grads(params: list[torch.Tensor], set_to_none: bool) -> None:

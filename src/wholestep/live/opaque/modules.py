@@ -31,6 +31,7 @@ from wholestep.capture.python.code_owner import is_library_class
 from wholestep.capture.python.snapshot import Snapshot
 from wholestep.capture.reach.arguments import ArgumentSize
 from wholestep.capture.reach.traced_inputs import StateSource
+from wholestep.capture.wrappers.fully_shard_hooks import is_fully_sharded
 from wholestep.errors import CaptureError, WholestepError
 from wholestep.live.sizes.module_sizes import Layout, ModuleSizes
 from wholestep.util.gradient_node import askable, is_leaf
@@ -129,6 +130,22 @@ class OpaqueModule:
                 one.restore()
 
 
+@dataclass(frozen=True, slots=True)
+class OpenModule:
+    """A module whose Python runs at once, and whole: what it gathers for its time is gone behind it."""
+
+    module: nn.Module
+
+    @property
+    def __name__(self) -> str:
+        """The name of its class."""
+        return type(self.module).__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module."""
+        return self.module(*args, **kwargs)
+
+
 @dataclass(slots=True)
 class _Known:
     """What is known of one module."""
@@ -213,6 +230,8 @@ class OpaqueModules:
 def _why_not_worth(module: nn.Module) -> str:
     if any(isinstance(one, DistributedDataParallel) for one in module.modules()):
         return "its forward says whether gradients are reduced, and the module inside is looked at"
+    if is_fully_sharded(module):
+        return ""
     if not module._modules and is_library_class(type(module)):
         return "it is a layer of a library"
     if next(chain(module.parameters(), module.buffers()), None) is None:

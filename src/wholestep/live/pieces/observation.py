@@ -12,22 +12,18 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from wholestep.ir.dtensor.shards import is_sharded
+from wholestep.live.opaque.functions import acts_on_parameters
 from wholestep.live.opaque.modules import OpaqueModule
 from wholestep.live.pieces.tensors import TensorTable
 from wholestep.live.recording.freed_graphs import freed_graphs
-from wholestep.live.recording.handle import Handle
+from wholestep.live.recording.handle import Handle, execute
 from wholestep.live.recording.observer import Observer
 from wholestep.live.recording.path import BACKWARDS
 from wholestep.live.recording.record import Key, Operand, OutputMeta, Record, Value, is_constant, name_of
 from wholestep.live.recording.snapshot import OptimizerSnapshot
 from wholestep.live.recording.structure import LEAF, Structure, flatten
 from wholestep.util.gradient_node import gradient_node, is_leaf
-
-
-def execute(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls it as if nothing was recorded: tensors may be of classes of their own."""
-    with torch._C._EnableTorchFunction():
-        return function(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +159,8 @@ def unknown_argument(function: Any, leaves: Sequence[Any], tensors: TensorTable)
         return "retain_grad leaves a hook on its tensor"
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
+            if is_sharded(leaf) and is_leaf(leaf) and acts_on_parameters(function, leaves):
+                continue
             if type(leaf) not in (torch.Tensor, Handle, nn.Parameter):
                 return f"{name_of(function)} is given a {type(leaf).__name__}"
             if leaf.layout is not torch.strided:

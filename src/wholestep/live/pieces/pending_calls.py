@@ -10,11 +10,10 @@ import torch
 
 from wholestep.capture.python.user_frame import current_line
 from wholestep.live.pieces.forward import Before, Forward, cannot_be_repeated
-from wholestep.live.pieces.observation import execute
 from wholestep.live.pieces.piece import PieceSpec
 from wholestep.live.pieces.recorded_calls import RecordedCalls
 from wholestep.live.pieces.speculation import SpeculativeBackward, num_externals, plan_speculation
-from wholestep.live.recording.handle import as_eager_gives, fulfil
+from wholestep.live.recording.handle import as_eager_gives, execute, fulfil, with_torch_functions
 from wholestep.live.recording.modes import PendingDraws, modes_off
 from wholestep.live.recording.path import BACKWARDS, Path
 from wholestep.live.recording.record import VALUE, OutputMeta, Record, Value
@@ -215,7 +214,7 @@ class PendingCalls(RecordedCalls, ABC):
         """A handle that this run will fulfil."""
 
     def _launched(self, spec: PieceSpec) -> list[torch.Tensor] | None:
-        results: list[torch.Tensor] | None = execute(self._launch, (self, spec), {})
+        results: list[torch.Tensor] | None = with_torch_functions(self._launch, (self, spec), {})
         return results
 
     def _fulfil(self, alive: dict[Value, torch.Tensor], results: list[torch.Tensor]) -> None:

@@ -10,9 +10,9 @@ import torch
 
 from wholestep.capture.python.user_frame import current_line
 from wholestep.live.opaque.modules import OpaqueModule
-from wholestep.live.pieces.observation import execute, flat_result
+from wholestep.live.pieces.observation import flat_result
 from wholestep.live.pieces.tensors import TensorTable
-from wholestep.live.recording.handle import fulfil
+from wholestep.live.recording.handle import execute, fulfil
 from wholestep.live.recording.modes import block_of, casts_kept, under
 from wholestep.live.recording.path import Path, asked_grads
 from wholestep.live.recording.record import EXTERNAL, NUMBER, VALUE, Operand, OutputMeta, Read, Record, Value

@@ -20,8 +20,9 @@ import torch
 
 from wholestep.capture.tracing.fake_kernels import LayoutFakeMode
 from wholestep.live.opaque.modules import OpaqueModule
-from wholestep.live.pieces.observation import execute, flat_result
+from wholestep.live.pieces.observation import flat_result
 from wholestep.live.pieces.tensors import TensorTable
+from wholestep.live.recording.handle import with_torch_functions
 from wholestep.live.recording.modes import under
 from wholestep.live.recording.path import Path, moving_operands
 from wholestep.live.recording.record import EXTERNAL, NUMBER, VALUE, Operand, OutputMeta, Record, name_of
@@ -95,7 +96,7 @@ def _results(path: Path, number: int, leaves: Sequence[Any]) -> Sequence[Layout 
     def call(given: list[Any]) -> list[torch.Tensor | None]:
         args, kwargs = unflatten(record.key.structure, given)
         with under(record.key.modes), torch.no_grad():
-            results: list[torch.Tensor | None] = flat_result(function, execute(function, args, kwargs))[0]
+            results: list[torch.Tensor | None] = flat_result(function, with_torch_functions(function, args, kwargs))[0]
             return results
 
     mode = LayoutFakeMode()

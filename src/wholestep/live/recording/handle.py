@@ -39,12 +39,36 @@ class Recorder(Protocol):
         """Runs what is recorded to draw: a function is about to tell or to set where random generators stand."""
 
 
+class Executor(Protocol):
+    """What executes the calls of a live step, where that is more than to call."""
+
+    def execute(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Executes a call of the step's own Python."""
+
+
 class _Current(threading.local):
     run: Recorder | None = None
+    """The live step that runs on this thread, while its own Python runs. None while a call of it is executed."""
+    executor: Executor | None = None
+    """What executes its calls; None where that is to call."""
 
 
 CURRENT = _Current()
-"""The live step that runs on this thread, while its own Python runs. None while a call of it is executed."""
+"""What this thread does of a live step."""
+
+
+def with_torch_functions(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls it where torch asks the classes of tensors what to do, as it does outside of our own code."""
+    with torch._C._EnableTorchFunction():
+        return function(*args, **kwargs)
+
+
+def execute(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Executes a call of the step's own Python as if nothing was recorded: tensors may be of classes of their own."""
+    executor = CURRENT.executor
+    if executor is None:
+        return with_torch_functions(function, args, kwargs)
+    return with_torch_functions(executor.execute, (function, args, kwargs), {})
 
 
 class RecordingMode(TorchFunctionMode):
