@@ -125,7 +125,7 @@ class Peers:
     def meet(self, event: Event) -> bool:
         """Tells the others what this rank is about to do; whether all are about to do the same.
 
-        Where a rank runs a backward and others a piece, those that run the backward wait until all do. Where a rank
+        Where a rank runs a backward or a forward by itself and others a piece, it waits until all run it. Where a rank
         wants a whole tensor, all give their parts, and meet again. Raises RankMismatchError where some ranks end their
         call, or run what communicates by itself, and others do not, and again for what is run after that. Of a piece
         `made` says behind it where all ranks have compiled it, which is here and now if it was not the same meeting on
@@ -149,10 +149,11 @@ class Peers:
                     is_same = event.made > 0 and len({one.made for one in events}) == 1
                     self.made = event.made if is_same else next(_meetings[self._axes[0].group])
                 return True
-            if any(one.kind in (ENDS, RUNS_FORWARD, RUNS_ON_SHARDS) for one in events):
+            kinds = {one.kind for one in events}
+            if ENDS in kinds or not kinds & {RUNS_PIECE, PUTS_GRADIENTS}:
                 self._parted = RankMismatchError(self._mismatch(events, lines))
                 raise self._parted
-            if event.kind != RUNS_BACKWARD:
+            if event.kind in (RUNS_PIECE, PUTS_GRADIENTS):
                 return False
 
     @contextmanager

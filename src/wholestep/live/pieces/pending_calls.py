@@ -12,7 +12,7 @@ from wholestep.capture.python.user_frame import current_line
 from wholestep.live.pieces.forward import Before, Forward, cannot_be_repeated
 from wholestep.live.pieces.piece import PieceSpec
 from wholestep.live.pieces.recorded_calls import RecordedCalls
-from wholestep.live.pieces.speculation import SpeculativeBackward, num_externals, plan_speculation
+from wholestep.live.pieces.speculation import SpeculativeBackward, gradients_set_aside, num_externals, plan_speculation
 from wholestep.live.recording.handle import as_eager_gives, execute, fulfil, with_torch_functions
 from wholestep.live.recording.modes import PendingDraws, modes_off
 from wholestep.live.recording.path import BACKWARDS, Path
@@ -260,15 +260,12 @@ class PendingCalls(RecordedCalls, ABC):
         results = None
         has_grads = any(leaf.grad is not None for leaf in leaves)
         if self._agree_on_gradients is None or not has_grads:  # those of several ranks may be reduced already, or not
-            results = self._launched(PieceSpec(plan.span, (*later, *alive), plan.skipped, plan.leaves))
+            with gradients_set_aside(leaves) as grads:
+                results = self._launched(PieceSpec(plan.span, (*later, *alive), plan.skipped))
         if results is None:
             tensors.forget_since(length)
             return "where there are gradients already, which other ranks may have reduced" if has_grads else _NO_PIECE
-        speculation = SpeculativeBackward(plan, path, before, length)
-        for leaf in reversed(leaves):
-            grad = results.pop()
-            if grad is not None:
-                speculation.grads.insert(0, (leaf, grad))
+        speculation = SpeculativeBackward(plan, path, before, length, grads=grads)
         self._fulfil(alive, results)
         speculation.values = dict(zip(later, results, strict=True))
         self._speculation = speculation

@@ -51,9 +51,6 @@ class PieceSpec:
     wanted: tuple[Value, ...]
     skipped: frozenset[int] = frozenset()
     """Records in between that are no part of it."""
-    held_leaves: tuple[int, ...] | None = None
-    """Where the last record is a backward whose gradients are results behind the wanted values: of which tensors from
-    outside, by number."""
 
 
 def size_carrier(number: int) -> torch.Tensor:
@@ -72,7 +69,7 @@ def make_piece(name: str, path: Path, spec: PieceSpec) -> Piece:
 class _Writer:
     def __init__(self, name: str, path: Path, spec: PieceSpec) -> None:
         name = "".join(letter if letter.isalnum() else "_" for letter in name).strip("_") or "step"
-        self._name, self._path, self._span, self._held = name, path, spec.span, spec.held_leaves
+        self._name, self._path, self._span = name, path, spec.span
         self._skipped = spec.skipped
         self._results = [_name(value) for value in spec.wanted]
         self._earlier: dict[Value, None] = {}
@@ -129,11 +126,6 @@ class _Writer:
     def _statement(self, number: int) -> str:
         record = self._path.records[number]
         operands = iter(record.operands)
-        if self._held is not None and number == self._span[1] - 1:
-            grads, leaves = [f"g{index}" for index in self._held], [self._external(index) for index in self._held]
-            self._results += grads
-            call = f"{self._in_scope('grad', torch.autograd.grad)}([{self._operand(next(operands))}], "
-            return f"[{', '.join(grads)}] = {call}[{', '.join(leaves)}], allow_unused=True)"
         _, (args, kwargs) = record.key.structure
         arguments = [self._expression(item, operands) for item in args[1]]
         for name, item in zip(kwargs[1], kwargs[2], strict=True):

@@ -8,7 +8,8 @@ put in place; if it goes another way, they are dropped, and what is still needed
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -23,7 +24,7 @@ from wholestep.util.gradient_node import is_leaf
 
 @dataclass(frozen=True, slots=True)
 class SpeculationPlan:
-    """A piece that ends with a backward whose gradients are results."""
+    """A piece that ends with a backward whose gradients are held back."""
 
     span: tuple[int, int]
     """Its records; the last one is the backward."""
@@ -105,6 +106,22 @@ def _only_acts(record: Record) -> bool:
     return all(meta is None for meta in record.outputs)
 
 
+@contextmanager
+def gradients_set_aside(leaves: Sequence[torch.Tensor]) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """While open, leaves have no gradients. What they have at its end goes into the list it gives, and they have what
+    they had before."""
+    held, made = [leaf.grad for leaf in leaves], list[tuple[torch.Tensor, torch.Tensor]]()
+    for leaf in leaves:
+        leaf.grad = None
+    try:
+        yield made
+    finally:
+        for leaf, grad in zip(leaves, held, strict=True):
+            if leaf.grad is not None:
+                made.append((leaf, leaf.grad))
+            leaf.grad = grad
+
+
 @dataclass(slots=True)
 class SpeculativeBackward:
     """Gradients that are held back until Python comes to their backward."""
@@ -120,17 +137,12 @@ class SpeculativeBackward:
     """Leaves and what their gradients get."""
 
     def put(self) -> None:
-        """Does what the backward does: adds the gradients, in the layout of their parameters."""
-        used: set[int] = set()
+        """Does what the backward does: adds the gradients."""
         with torch.no_grad():
             for leaf, grad in self.grads:
                 if not leaf.requires_grad:
                     continue  # frozen behind the forward: autograd leaves it alone
-                if leaf.grad is not None:
+                if leaf.grad is None:
+                    leaf.grad = grad
+                else:
                     leaf.grad.add_(grad)
-                    continue
-                memory = grad.untyped_storage().data_ptr()
-                if grad.stride() != leaf.stride() or memory in used or grad.numel() != grad.untyped_storage().size():
-                    grad = torch.empty_like(leaf).copy_(grad)
-                used.add(memory)
-                leaf.grad = grad
