@@ -98,6 +98,8 @@ class Stages:
     """Whether steps are looked up in, and written to, the cache on disk."""
     adopts_wrappers = True
     """Whether the settings of DistributedDataParallel and ``fully_shard`` are those of the step."""
+    shards = True
+    """Whether plain modules that the step reaches are sharded, where the strategy wants that."""
 
     def __init__(
         self, step: Callable[..., Any], options: Options, stats: CallStats | None = None, saved: Path | None = None,
@@ -125,7 +127,7 @@ class Stages:
         """Every stage in order, for one signature. `is_first`: the step has no other entry."""
         world = init()
         with naming(self.step):
-            if not self._adopt(args, kwargs, world):
+            if not self._adopt(args, kwargs, world) and self.shards:
                 self._shard_live(args, kwargs, world)
         lookup = self._lookup(args, kwargs, self.rendezvous if is_first else None)
         if lookup.step is not None:
@@ -390,6 +392,7 @@ class PieceStages(Stages):
 
     uses_cache = False
     adopts_wrappers = False  # the live step has
+    shards = False  # its Python holds the tensors
 
     def __init__(self, *args: Any, wrapped: WrappedStrategy | None, **kwargs: Any) -> None:
         """`wrapped`: that of the live step."""
