@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import Replicate
 
 from wholestep.errors import ConfigError
@@ -34,8 +36,20 @@ def sharded_modules(roots: Iterable[nn.Module]) -> list[FSDPModule]:
 
 def parameters_of(root: nn.Module) -> list[torch.Tensor]:
     """The sharded parameters of every module inside of `root` that was sharded over data alone."""
-    found = [one.sharded_param for _, group in _groups(root) for one in group.fsdp_params]
-    return [one for one in found if sum(not isinstance(placed, Replicate) for placed in one.placements) <= 1]
+    return _over_data(one for _, group in _groups(root) for one in group.fsdp_params)
+
+
+def parameters_of_all() -> list[torch.Tensor]:
+    """Those of every module of this process: a step may have parameters of an optimizer, and not of their module.
+
+    Looks at all objects of Python, which takes tens of milliseconds.
+    """
+    return _over_data(one for one in gc.get_objects() if type(one) is FSDPParam)
+
+
+def _over_data(params: Iterable[FSDPParam]) -> list[torch.Tensor]:
+    sharded: list[Any] = [one.sharded_param for one in params]
+    return [one for one in sharded if sum(not isinstance(placed, Replicate) for placed in one.placements) <= 1]
 
 
 _SETTINGS = ("mp_policy", "gradient_divide_factor", "_all_reduce_hook", "_all_gather_comm", "_reduce_scatter_comm")

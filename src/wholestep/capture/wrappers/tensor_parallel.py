@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from wholestep.capture.python.user_frame import current_line
-from wholestep.capture.wrappers.fully_shard_settings import parameters_of
+from wholestep.capture.wrappers.fully_shard_settings import parameters_of, parameters_of_all
 from wholestep.errors import CaptureError
 from wholestep.ir.dtensor.layouts import DTensorLayout, local_tensor
 
@@ -32,7 +32,9 @@ from wholestep.ir.dtensor.layouts import DTensorLayout, local_tensor
 def parallel_parameters(roots: Iterable[nn.Module], params: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     """Names of the parameters that are DTensors, and that ``fully_shard`` has not cut alone. `roots`: of modules."""
     known = {id(one) for root in roots for one in parameters_of(root)}
-    return [name for name, param in params if isinstance(param, DTensor) and id(param) not in known]
+    found = [(name, param) for name, param in params if isinstance(param, DTensor) and id(param) not in known]
+    known = {id(one) for one in parameters_of_all()} if found else known
+    return [name for name, param in found if id(param) not in known]
 
 
 def check_parts(state: Iterable[tuple[str, torch.Tensor]], arguments: Iterable[object]) -> None:

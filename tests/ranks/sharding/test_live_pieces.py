@@ -1,0 +1,219 @@
+"""Pieces of live steps whose parameters are shards: one graph between two reads, and the numbers of eager code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import wholestep as ws
+
+pytestmark = pytest.mark.ranks
+
+CALLS = 7
+TOLERANCE = 2**5 * torch.finfo(torch.float32).eps
+
+
+class Net(nn.Module):
+    """Layers of odd widths, running statistics, and one parameter without dims, which stays whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 9, bias=False), nn.BatchNorm1d(9), nn.Linear(9, 3)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(torch.tanh(self.norm(self.first(x)))) * self.scale
+        return out
+
+
+@dataclass
+class Training:
+    """One training, with what its Python has noted."""
+
+    net: Net
+    model: nn.Module
+    opt: torch.optim.Optimizer
+    notes: list[float] = field(default_factory=list)
+
+    @classmethod
+    def new(cls) -> Training:
+        torch.manual_seed(0)
+        net = Net()
+        return cls(net, net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.model(x), y)
+
+
+Step = Callable[[Training, Tensor, Tensor], None]
+
+
+def notes_its_loss(t: Training, x: Tensor, y: Tensor) -> None:
+    loss = t.loss(x, y)
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(t.net.parameters(), 0.5)
+    t.opt.step()
+    t.opt.zero_grad()
+    t.notes += [loss.item(), norm.item()]
+
+
+def keeps_gradients(t: Training, x: Tensor, y: Tensor) -> None:
+    """They stay behind the step, as shards."""
+    t.opt.zero_grad()
+    loss = t.loss(x, y)
+    loss.backward()
+    t.opt.step()
+    t.notes.append(loss.item())
+
+
+def looks_before_its_update(t: Training, x: Tensor, y: Tensor) -> None:
+    loss = t.loss(x, y)
+    loss.backward()
+    if math.isfinite(loss.item()) and len(t.notes) != 4:
+        t.opt.step()
+    t.opt.zero_grad()
+    t.notes.append(loss.item())
+
+
+def looks_before_its_backward(t: Training, x: Tensor, y: Tensor) -> None:
+    """The backward runs ahead, and is dropped in one call."""
+    loss = t.loss(x, y)
+    t.notes.append(loss.item())
+    if len(t.notes) == 5:
+        return
+    loss.backward()
+    t.opt.step()
+    t.opt.zero_grad()
+
+
+def adds_up_gradients(t: Training, x: Tensor, y: Tensor) -> None:
+    for half_x, half_y in zip(x.chunk(2), y.chunk(2), strict=True):
+        loss = t.loss(half_x, half_y) / 2
+        loss.backward()
+        t.notes.append(loss.item())
+    t.opt.step()
+    t.opt.zero_grad()
+
+
+def scores_in_between(t: Training, x: Tensor, y: Tensor) -> None:
+    out = t.model(x)
+    t.notes.append(float(out.detach().argmax(1).numpy().mean()))
+    loss = nn.functional.mse_loss(out, y)
+    loss.backward()
+    t.opt.step()
+    t.opt.zero_grad()
+    t.notes.append(float(loss))
+
+
+STEPS: dict[str, Step] = {
+    one.__name__: one
+    for one in (
+        notes_its_loss, keeps_gradients, looks_before_its_update, looks_before_its_backward, adds_up_gradients,
+        scores_in_between,
+    )
+}  # fmt: skip
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def batch(call: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(10 * call + dist.get_rank())
+    return torch.randn(6, 6), torch.randn(6, 3)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What differs from eager code, and what ran in the last call."""
+
+    faults: list[str]
+    launches: int
+    executed: int
+    reasons: tuple[str, ...]
+    grads_are_shards: bool
+
+
+def outcome(step: Any, write: Step, ours: Training, theirs: Training, calls: int = CALLS) -> Outcome:
+    faults, counts = [], [(0, 0)]
+    for call in range(calls):
+        x, y = batch(call)
+        step(ours, x, y)
+        write(theirs, x, y)
+        live = step.explain().live
+        counts.append((live.launches, live.executed))
+        if not torch.allclose(torch.tensor(ours.notes), torch.tensor(theirs.notes), rtol=TOLERANCE, atol=TOLERANCE):
+            faults.append(f"call {call}: {ours.notes} for {theirs.notes}")
+    wanted = [*theirs.net.named_parameters(), *theirs.net.named_buffers()]
+    came = [*ours.net.parameters(), *ours.net.buffers()]
+    for (name, want), one in zip(wanted, came, strict=True):
+        pairs = [(whole(want), whole(one))]
+        if want.grad is not None or one.grad is not None:
+            pairs.append((whole(want.grad), whole(one.grad)) if None not in (want.grad, one.grad) else (want, want + 1))
+        if not all(torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE) for a, b in pairs):
+            faults.append(name)
+    shards = [isinstance(p.grad, DTensor) for p in ours.net.parameters() if p.grad is not None and p.dim()]
+    return Outcome(
+        faults, counts[-1][0] - counts[-2][0], counts[-1][1] - counts[-2][1], live.eager_reasons, all(shards)
+    )
+
+
+def beside_ddp(name: str, strategy: ws.FSDP, backend: str) -> Outcome:
+    ours, theirs = Training.new(), Training.new()
+    theirs.model = DistributedDataParallel(theirs.net)
+    step = ws.compile(STEPS[name], strategy=strategy, backend=backend)
+    return outcome(step, STEPS[name], ours, theirs)
+
+
+PIECES = {"adds_up_gradients": 3, "looks_before_its_update": 2, "scores_in_between": 2, "looks_before_its_backward": 2}
+"""Of those that ask for a value in the middle."""
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_what_lies_between_two_reads_is_one_graph(pool2: Any, name: str, reshard: bool) -> None:
+    """Once its way is known, no call of torch is executed by itself, and numbers are those of eager code."""
+    for found in pool2.run(beside_ddp, name, ws.FSDP(reshard_after_forward=reshard), "eager"):
+        assert found.faults == []
+        assert (found.launches, found.executed) == (PIECES.get(name, 1), 0), found.reasons
+        assert found.grads_are_shards
+
+
+@pytest.mark.parametrize("name", ["notes_its_loss", "looks_before_its_backward"])
+def test_pieces_on_shards_are_compiled(pool2: Any, name: str) -> None:
+    """By Inductor."""
+    for found in pool2.run(beside_ddp, name, ws.FSDP(), "inductor"):
+        assert found.faults == []
+        assert (found.launches, found.executed) == (PIECES.get(name, 1), 0), found.reasons
+
+
+def beside_its_own_eager_code(name: str) -> Outcome:
+    """A model that its user has sharded: Python sees shards, as in eager code."""
+    ours, theirs = Training.new(), Training.new()
+    for one in (ours, theirs):
+        state = one.net.state_dict()
+        one.net = one.model = Net()
+        one.net.load_state_dict(state)
+        one.net.scale.requires_grad_(False)
+        for module in (one.net.first, one.net.last, one.net):
+            fully_shard(module, ignored_params={one.net.scale})
+        one.opt = torch.optim.AdamW([p for p in one.net.parameters() if p.requires_grad], lr=1e-2)
+    return outcome(ws.compile(STEPS[name], backend="eager"), STEPS[name], ours, theirs)
+
+
+@pytest.mark.parametrize("name", [one for one in STEPS if one != "notes_its_loss"])
+def test_modules_that_their_user_has_sharded_run_in_pieces(pool2: Any, name: str) -> None:
+    for found in pool2.run(beside_its_own_eager_code, name):
+        assert found.faults == []
+        assert (found.launches, found.executed) == (PIECES.get(name, 1), 0), found.reasons
+        assert found.grads_are_shards
