@@ -160,14 +160,11 @@ class LiveStep:
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         peers = self._peers
-        computes_whole = peers is not None and peers.computes_whole
-        if not self.is_recorded:
-            with whole_operands(peers) if computes_whole else nullcontext():
-                return self._step(*args, **kwargs)
-        with executed_on_whole(peers) if computes_whole else nullcontext():
-            return self._recorded(args, kwargs)
+        computing = executed_on_whole if self.is_recorded else whole_operands
+        with computing(peers) if peers is not None and peers.computes_whole else nullcontext():
+            return (self._recorded if self.is_recorded else self._step)(*args, **kwargs)
 
-    def _recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _recorded(self, *args: Any, **kwargs: Any) -> Any:
         """One call, whose calls of torch are recorded."""
         peers = self._peers
         agree = None if peers is None else lambda: peers.meet(Event(PUTS_GRADIENTS))

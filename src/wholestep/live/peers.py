@@ -14,7 +14,6 @@ import functools
 import itertools
 import math
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -44,8 +43,8 @@ from wholestep.runtime.distributed.world import World
 
 ENDS, RUNS_BACKWARD, RUNS_PIECE, PUTS_GRADIENTS, RUNS_FORWARD, RUNS_ON_SHARDS, GATHERS = range(7)
 _LINE_BYTES = 96
-_meetings: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
-"""By group those at which pieces are compiled, of all live steps: its ranks hold them in the same order."""
+_meetings = itertools.count(1)
+"""Those at which pieces are compiled, of all live steps: all ranks hold them in one order, and agree on plans there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +104,8 @@ class Peers:
 
     @property
     def runs_pieces(self) -> bool:
-        """Whether recorded calls may run as graphs; not on a mesh of two axes."""
-        return len(self._axes) == 1
+        """Whether recorded calls may run as graphs: those of DDP reduce over one axis."""
+        return isinstance(self.strategy, FSDP) or len(self._axes) == 1
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], call_name: str) -> None:
         """The start of a call: finds parameters and buffers, and makes equal what the strategy wants equal."""
@@ -147,7 +146,7 @@ class Peers:
             if len(set(events)) == 1:
                 if event.kind == RUNS_PIECE:
                     is_same = event.made > 0 and len({one.made for one in events}) == 1
-                    self.made = event.made if is_same else next(_meetings[self._axes[0].group])
+                    self.made = event.made if is_same else next(_meetings)
                 return True
             kinds = {one.kind for one in events}
             if ENDS in kinds or not kinds & {RUNS_PIECE, PUTS_GRADIENTS}:

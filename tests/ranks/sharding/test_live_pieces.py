@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -168,10 +169,10 @@ def outcome(step: Any, write: Step, ours: Training, theirs: Training, calls: int
     )
 
 
-def beside_ddp(name: str, strategy: ws.FSDP, backend: str) -> Outcome:
+def beside_ddp(name: str, strategy: ws.FSDP, backend: str = "eager", mesh: Any = None) -> Outcome:
     ours, theirs = Training.new(), Training.new()
     theirs.model = DistributedDataParallel(theirs.net)
-    step = ws.compile(STEPS[name], strategy=strategy, backend=backend)
+    step = ws.compile(STEPS[name], strategy=strategy, backend=backend, mesh=mesh)
     return outcome(step, STEPS[name], ours, theirs)
 
 
@@ -193,6 +194,18 @@ def test_what_lies_between_two_reads_is_one_graph(pool2: Any, name: str, reshard
 def test_pieces_on_shards_are_compiled(pool2: Any, name: str) -> None:
     """By Inductor."""
     for found in pool2.run(beside_ddp, name, ws.FSDP(), "inductor"):
+        assert found.faults == []
+        assert (found.launches, found.executed) == (PIECES.get(name, 1), 0), found.reasons
+
+
+def on_two_axes(name: str) -> Outcome:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return beside_ddp(name, ws.FSDP(), mesh=mesh)
+
+
+@pytest.mark.parametrize("name", ["notes_its_loss", "looks_before_its_backward"])
+def test_pieces_on_a_mesh_of_two_axes(pool4: Any, name: str) -> None:
+    for found in pool4.run(on_two_axes, name):
         assert found.faults == []
         assert (found.launches, found.executed) == (PIECES.get(name, 1), 0), found.reasons
 

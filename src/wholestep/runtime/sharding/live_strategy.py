@@ -1,7 +1,8 @@
 """What a sharded strategy does in a step that is live, whose Python runs at every call.
 
-Under FSDP such a step runs as eager code, with the hooks of ``fully_shard``: they gather and reduce. ZeRO needs a graph
-for its updates on shards, so optimizer state becomes whole again, and the step runs as under DDP.
+Under FSDP pieces gather and reduce as the graph of a whole step does. What is no piece runs as eager code, with the
+hooks of ``fully_shard``. ZeRO needs a graph for its updates on shards, so optimizer state becomes whole again, and the
+step runs as under DDP.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def live_strategy(
 def live_note(strategy: Strategy, axes: tuple[MeshAxis, ...]) -> str:
     """What a user should know of a strategy in a live step on a mesh with these axes."""
     if isinstance(strategy, FSDP):
-        return "FSDP gathers parameters by the hooks of fully_shard: the step runs as eager code, nothing is compiled."
+        return "What is no piece runs as eager code, for which the hooks of fully_shard gather parameters."
     is_eager = " On a mesh of two axes the step runs as eager code." if len(axes) > 1 else ""
     whole = "ZeRO keeps optimizer state whole on every rank, as DDP does."
     return f"{whole}{is_eager}" if isinstance(strategy, ZeRO) else ""
