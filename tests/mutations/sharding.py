@@ -13,6 +13,7 @@ IN_PLACE = "tests/unit/passes/memory/test_gather_in_place.py"
 STATE = "tests/ranks/sharding/test_live_state.py"
 SHARD = "tests/ranks/sharding/test_shard.py"
 LIVE = "tests/ranks/sharding/test_live_shards.py::test_python_sees_whole_tensors"
+PIECES = "tests/ranks/sharding/test_live_pieces.py"
 PARALLEL = "tests/ranks/wrapped/test_tensor_parallel.py"
 MODULES = "tests/ranks/sharding/test_live_modules.py"
 POOL = "tests/unit/lower/cudagraph/test_graph_pool.py"
@@ -273,9 +274,41 @@ SHARDING_MUTATIONS = (
         name="python_sees_shards",
         what="Python of a live step computes with DTensors, whose numbers are those of one rank",
         file="live/live_step.py",
-        old="with whole_operands(peers) if peers is not None and peers.computes_whole else nullcontext():",
+        old="with computing(peers) if peers is not None and peers.computes_whole else nullcontext():",
         new="with nullcontext():",
         tests=(f"{LIVE}[reads_parameters_and_gradients]",),
+    ),
+    Mutation(
+        name="pieces_shard_what_they_reach",
+        what="a piece replaces parameters that Python holds by shards, in the midst of a call",
+        file="api/stages.py",
+        old="    shards = False  # its Python holds the tensors\n",
+        new="",
+        tests=("tests/ranks/sharding/test_live_modules.py::test_modules_do_what_whole_ones_do[learns_from_a_copy]",),
+    ),
+    Mutation(
+        name="gathered_parameters_recorded",
+        what="calls are recorded with gathered parameters, whose memory is gone when they run",
+        file="live/run.py",
+        old="        if opaque is None and is_fully_sharded(module):",
+        new="        if False:",
+        tests=(f"{PIECES}::test_a_sharded_module_whose_python_runs_is_executed_whole",),
+    ),
+    Mutation(
+        name="shards_of_optimizers_are_parts",
+        what="a parameter that only an optimizer has is taken for one of parallelize_module",
+        file="capture/wrappers/tensor_parallel.py",
+        old="    known = {id(one) for one in parameters_of_all()} if found else known\n",
+        new="",
+        tests=(f"{PIECES}::test_what_lies_between_two_reads_is_one_graph[True-looks_before_its_update]",),
+    ),
+    Mutation(
+        name="gradients_of_a_dropped_backward",
+        what="gradients of a backward to which Python never comes stay in .grad",
+        file="live/pieces/speculation.py",
+        old="            leaf.grad = grad\n",
+        new="            leaf.grad = leaf.grad if grad is None else grad\n",
+        tests=(f"{PIECES}::test_what_lies_between_two_reads_is_one_graph[True-looks_before_its_backward]",),
     ),
     Mutation(
         name="gradients_of_whole_tensors_lost",

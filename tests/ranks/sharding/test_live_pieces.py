@@ -47,9 +47,9 @@ class Training:
     notes: list[float] = field(default_factory=list)
 
     @classmethod
-    def new(cls) -> Training:
+    def new(cls, kind: type[Net] = Net) -> Training:
         torch.manual_seed(0)
-        net = Net()
+        net = kind()
         return cls(net, net, torch.optim.AdamW(net.parameters(), lr=1e-2))
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -208,6 +208,59 @@ def test_pieces_on_a_mesh_of_two_axes(pool4: Any, name: str) -> None:
     for found in pool4.run(on_two_axes, name):
         assert found.faults == []
         assert (found.launches, found.executed) == (PIECES.get(name, 1), 0), found.reasons
+
+
+class Counts(Net):
+    """Its Python runs at every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def with_a_forward_that_counts() -> tuple[Outcome, int]:
+    ours, theirs = Training.new(Counts), Training.new(Counts)
+    theirs.model = DistributedDataParallel(theirs.net)
+    step = ws.compile(notes_its_loss, strategy=ws.FSDP(), backend="eager")
+    return outcome(step, notes_its_loss, ours, theirs), ours.net.calls  # type: ignore[attr-defined]
+
+
+def test_a_sharded_module_whose_python_runs_is_executed_whole(pool2: Any) -> None:
+    """What its hooks gather is gone behind it, so a later piece could not read it."""
+    for found, calls in pool2.run(with_a_forward_that_counts):
+        assert (found.faults, calls) == ([], CALLS)
+        assert "gathers its parameters for its own time" in " ".join(found.reasons)
+
+
+def update(opt: torch.optim.Optimizer) -> None:
+    opt.step()
+    opt.zero_grad()
+
+
+def updates_beside_eager_code() -> list[bool]:
+    trainings = []
+    for write in (ws.compile(update, backend="eager", fullgraph=True), update):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3))
+        for module in (model[0], model[2], model):
+            fully_shard(module)
+        trainings.append((model, torch.optim.AdamW(model.parameters(), lr=1e-2), write))
+    for call in range(3):
+        x, y = batch(call)
+        for model, opt, write in trainings:
+            nn.functional.mse_loss(model(x), y).backward()
+            write(opt)
+    pairs = zip(*(model.parameters() for model, _, _ in trainings), strict=True)
+    return [torch.equal(whole(one), whole(other)) for one, other in pairs]
+
+
+def test_a_step_may_have_shards_of_an_optimizer_alone(pool2: Any) -> None:
+    """Parts of several sizes among them: nine rows on two ranks."""
+    assert pool2.run(updates_beside_eager_code) == [[True] * 4, [True] * 4]
 
 
 def beside_its_own_eager_code(name: str) -> Outcome:
