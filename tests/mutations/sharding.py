@@ -306,8 +306,8 @@ SHARDING_MUTATIONS = (
         name="gradients_of_a_dropped_backward",
         what="gradients of a backward to which Python never comes stay in .grad",
         file="live/pieces/speculation.py",
-        old="            leaf.grad = grad\n",
-        new="            leaf.grad = leaf.grad if grad is None else grad\n",
+        old="                made.append((leaf, leaf.grad))\n            leaf.grad = grad\n",
+        new="                made.append((leaf, leaf.grad))\n",
         tests=(f"{PIECES}::test_what_lies_between_two_reads_is_one_graph[True-looks_before_its_backward]",),
     ),
     Mutation(
