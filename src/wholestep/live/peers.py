@@ -31,7 +31,7 @@ from wholestep.capture.reach.train_state import TrainState, collect
 from wholestep.capture.tracing.backward_engine import Engine, backward_replaced
 from wholestep.capture.wrappers import ddp
 from wholestep.capture.wrappers.fully_shard_hooks import before_forwards, reduced_alike
-from wholestep.capture.wrappers.fully_shard_settings import gathered_leaves
+from wholestep.capture.wrappers.fully_shard_settings import gathered_leaves, sharded_modules
 from wholestep.config import DDP, FSDP, CastCompress, Strategy
 from wholestep.errors import CaptureError, RankMismatchError
 from wholestep.ir.dtensor.shards import is_sharded
@@ -113,6 +113,8 @@ class Peers:
         found = find_reachable(self._step, args, kwargs)
         self._state, self._roots = collect(found), [root for _, root in found.modules.values()]
         self.shards.begin(self._state.params)
+        for module in sharded_modules(self._roots):
+            module.reshard()  # what an eager forward has left gathered would be stale behind a piece
         kinds = [] if self._is_equal else [InputKind.PARAM, InputKind.BUFFER]
         kinds += [InputKind.BUFFER] if self.strategy.broadcast_buffers and self._is_equal else []
         tensors = [slot.tensor for slot in self._state.of_kind(*kinds) if not is_sharded(slot.tensor)]

@@ -68,6 +68,14 @@ def notes_its_loss(t: Training, x: Tensor, y: Tensor) -> None:
     t.notes += [loss.item(), norm.item()]
 
 
+def notes_and_updates(t: Training, x: Tensor, y: Tensor) -> None:
+    loss = t.loss(x, y)
+    loss.backward()
+    t.opt.step()
+    t.opt.zero_grad()
+    t.notes.append(loss.item())
+
+
 def keeps_gradients(t: Training, x: Tensor, y: Tensor) -> None:
     """They stay behind the step, as shards."""
     t.opt.zero_grad()
@@ -263,8 +271,8 @@ def test_a_step_may_have_shards_of_an_optimizer_alone(pool2: Any) -> None:
     assert pool2.run(updates_beside_eager_code) == [[True] * 4, [True] * 4]
 
 
-def beside_its_own_eager_code(name: str) -> Outcome:
-    """A model that its user has sharded: Python sees shards, as in eager code."""
+def sharded_by_hand() -> tuple[Training, Training]:
+    """Two trainings of a model that its user has sharded: Python sees shards, as in eager code."""
     ours, theirs = Training.new(), Training.new()
     for one in (ours, theirs):
         state = one.net.state_dict()
@@ -274,7 +282,36 @@ def beside_its_own_eager_code(name: str) -> Outcome:
         for module in (one.net.first, one.net.last, one.net):
             fully_shard(module, ignored_params={one.net.scale})
         one.opt = torch.optim.AdamW([p for p in one.net.parameters() if p.requires_grad], lr=1e-2)
-    return outcome(ws.compile(STEPS[name], backend="eager"), STEPS[name], ours, theirs)
+    return ours, theirs
+
+
+def beside_its_own_eager_code(name: str) -> Outcome:
+    return outcome(ws.compile(STEPS[name], backend="eager"), STEPS[name], *sharded_by_hand())
+
+
+def evaluates_between_calls() -> Outcome:
+    ours, theirs = sharded_by_hand()
+    compiled = ws.compile(notes_and_updates, backend="eager")
+
+    def evaluated(step: Any) -> Any:
+        @torch.no_grad()
+        def call(t: Training, x: Tensor, y: Tensor) -> None:
+            with torch.enable_grad():
+                step(t, x, y)
+            t.notes.append(float(t.net.eval()(x).sum()))
+            t.net.train()
+
+        call.explain = compiled.explain  # type: ignore[attr-defined]
+        return call
+
+    return outcome(evaluated(compiled), evaluated(notes_and_updates), ours, theirs)
+
+
+def test_parameters_that_an_evaluation_has_gathered_are_not_stale(pool2: Any) -> None:
+    """Torch leaves those of the outermost module gathered behind a forward without a backward."""
+    for found in pool2.run(evaluates_between_calls):
+        assert found.faults == []
+        assert found.launches == 1
 
 
 @pytest.mark.parametrize("name", [one for one in STEPS if one != "notes_its_loss"])
