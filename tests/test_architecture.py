@@ -215,12 +215,12 @@ DOORS: dict[str, dict[str, str]] = {
         "torch._C._distributed_c10d": "ties the work of a collective to its result, for wait_tensor",
     },
     "live/recording/handle.py": {
+        "torch._C._EnableTorchFunction": "a call runs as it would in eager code",
         "torch.Tensor._make_wrapper_subclass": "a tensor with a shape and no memory, until its numbers are known",
         "torch._C._len_torch_function_stack": "whether the mode of a live step is on",
         "torch._C._pop_torch_function_stack": "takes that mode off for a while",
         "torch._C._push_on_torch_function_stack": "likewise",
     },
-    "live/pieces/observation.py": {"torch._C._EnableTorchFunction": "a call runs as it would in eager code"},
     "live/opaque/functions.py": {
         "torch.optim.optimizer._global_optimizer_post_hooks": "hooks on the steps of all optimizers, which are Python",
         "torch.optim.optimizer._global_optimizer_pre_hooks": "likewise",

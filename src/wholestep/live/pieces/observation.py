@@ -159,9 +159,9 @@ def unknown_argument(function: Any, leaves: Sequence[Any], tensors: TensorTable)
         return "retain_grad leaves a hook on its tensor"
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            if is_sharded(leaf) and is_leaf(leaf) and acts_on_parameters(function, leaves):
-                continue
             if type(leaf) not in (torch.Tensor, Handle, nn.Parameter):
+                if is_sharded(leaf) and is_leaf(leaf) and acts_on_parameters(function, leaves):
+                    continue
                 return f"{name_of(function)} is given a {type(leaf).__name__}"
             if leaf.layout is not torch.strided:
                 return f"{name_of(function)} is given a sparse tensor"
