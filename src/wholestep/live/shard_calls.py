@@ -8,6 +8,8 @@ shards, and what it writes to them is put back into the shards. Three kinds of c
 of torch that act on parameters and gradients (steps of optimizers, clipping), calls in place on shards alone, and
 attributes.
 
+Calls that are recorded and run in a piece come here only where they are executed one by one.
+
 A rank may ask for a whole tensor where others do not, as in ``if rank == 0: print(model.weight.norm())``. Those give
 their part where they come to their next meeting (`Peers.whole`).
 """
