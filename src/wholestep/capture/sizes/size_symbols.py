@@ -154,13 +154,22 @@ class SizeEnv(ShapeEnv):
     def _set_replacement(self, a: Any, tgt: Any, *rest: Any, **options: Any) -> None:
         """Called by torch where a symbol turns out to be something else; a number makes the dim a constant."""
         size = self.size_of.get(a)
-        if isinstance(size, Size) and tgt.is_number and size not in self.constant and self._is_condition:
-            self.constant[size] = None
-        elif isinstance(size, Size) and tgt.is_number and size not in self.constant:
-            line, call = user_frame.current_line(), str(self.operator or "Python")
-            call = "C++ of torch" if call.startswith(("aten.size.", "aten.stride.")) else call
-            self.constant[size] = f"{call} wants a number{f' at {line}' if line else ''}"
+        if isinstance(size, Size) and tgt.is_number and size not in self.constant:
+            self.constant[size] = self._why_constant(a)
         super()._set_replacement(a, tgt, *rest, **options)
+
+    def _why_constant(self, symbol: Any) -> str | None:
+        """Who wants a number of a symbol; None where a condition holds for one alone."""
+        tied = self.replacements.get(symbol)
+        if tied is not None:  # it has been another size until now, which has become a number
+            others = (self.size_of.get(one) for one in tied.free_symbols)
+            return next((why for one in others if isinstance(one, Size) and (why := self.constant.get(one))), None)
+        if self._is_condition:
+            return None
+        line, call = user_frame.current_line(), str(self.operator or "Python")
+        call = "C++ of torch" if call.startswith(("aten.size.", "aten.stride.")) else call
+        return f"{call} wants a number{f' at {line}' if line else ''}"
+
 
 
 class RestoredSizes(SavedShapes, SizeEnv):
