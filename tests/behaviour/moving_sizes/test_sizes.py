@@ -164,7 +164,7 @@ def test_an_error_of_the_step_makes_no_size_a_constant() -> None:
         return train(model, opt, x, y)
 
     ours, one, other = compiled(checked), make(), make()
-    for length in (7, 9, 0, 12, 0, 5, 30):
+    for length in (7, 0, 9, 12, 0, 5, 30):
         x, y = batch(4, length)
         if length:
             assert torch.equal(train(*one, x, y), ours(*other, x, y)), length
