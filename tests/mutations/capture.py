@@ -243,11 +243,9 @@ CAPTURE_MUTATIONS = (
         name="lengths_are_numbers",
         what="the length of a tensor is a constant",
         file="capture/scalars/symbol_views.py",
-        old="{\"type\": NumberOrType, \"len\": _length}",
-        new="{\"type\": NumberOrType}",
-        tests=(
-            "tests/unit/capture/scalars/test_symbol_views.py::test_the_length_of_a_tensor_is_a_size_that_moves",
-        ),
+        old='{"type": NumberOrType, "len": _length}',
+        new='{"type": NumberOrType}',
+        tests=("tests/unit/capture/scalars/test_symbol_views.py::test_the_length_of_a_tensor_is_a_size_that_moves",),
     ),
     Mutation(
         name="transforms_of_any_order",

@@ -72,11 +72,18 @@ TRANSFORMED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+DESCRIBED_OTHERWISE = torch.__version__ < "2.12"
+"""torch 2.11 says other strides of transforms than its kernels give, of constant sizes too."""
+
+
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_one_trace_for_transforms_of_all_sizes(name: str) -> None:
+    if DESCRIBED_OTHERWISE and name == "of another order in memory":
+        pytest.skip("strides of torch 2.11")
     assert equal_calls(TRANSFORMED[name]).cache_info().traces == 1
 
 
+@pytest.mark.skipif(DESCRIBED_OTHERWISE, reason="strides of torch 2.11")
 def test_a_transform_is_for_one_order_of_dims_in_memory() -> None:
     """Strides of an argument that none of its sizes give: what is given has its dims in the order of the argument."""
 

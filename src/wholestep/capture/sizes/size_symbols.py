@@ -171,7 +171,6 @@ class SizeEnv(ShapeEnv):
         return f"{call} wants a number{f' at {line}' if line else ''}"
 
 
-
 class RestoredSizes(SavedShapes, SizeEnv):
     """The symbols of a trace of another process."""
 
