@@ -53,7 +53,7 @@ class GradMarkers:
     def on(self, params: dict[int, tuple[str, torch.Tensor]]) -> Iterator[None]:
         """While open, every accumulated ``.grad`` of these parameters carries a marker with the parameter's name.
 
-        Not where a DistributedDataParallel keeps it local, in ``no_sync()``.
+        Not where a DistributedDataParallel keeps it local, as in ``no_sync()``.
 
         Hooks live on the tensor's implementation, which tracing swaps: setting them again puts them, and hooks
         on the gradient, on the one in place now.
@@ -76,10 +76,11 @@ class GradMarkers:
 
     def _hook(self, name: str, theirs: list[Callable[[torch.Tensor], None]]) -> Callable[[torch.Tensor], None]:
         def mark_and_call(param: torch.Tensor) -> None:
-            if ddp.is_unsynced(param):
+            if ddp.stays_local(param):
                 for hook in theirs:
                     hook(param)
                 return
+            ddp.note_gradient(param)
             number = self._count
             self._mark_grad(param, name)
             for hook in theirs:
