@@ -50,6 +50,11 @@ def gathered_leaves(roots: Iterable[nn.Module]) -> dict[int, torch.Tensor]:
     return {id(one.sharded_param): one._unsharded_param for one in params if hasattr(one, "_unsharded_param")}
 
 
+def waits_for_more(root: nn.Module) -> bool:
+    """Whether gradients stay local for now: ``set_requires_gradient_sync(False)``."""
+    return any(not group.reduce_grads for _, group in _groups(root))
+
+
 def gather_once(root: nn.Module) -> None:
     """Has torch make the whole parameters of every module of ``fully_shard`` inside of `root`, if it has not yet.
 

@@ -34,6 +34,7 @@ from wholestep.runtime.sharding.materialize import Initialize, check_initializer
 from wholestep.runtime.sharding.replace_references import cut_state, replace_everywhere
 from wholestep.runtime.sharding.units import units_of
 from wholestep.runtime.sharding.whole_copies import allow_copies
+from wholestep.runtime.sharding.whole_parameters import reduce_whole
 
 log = logging.getLogger("wholestep")
 
@@ -87,6 +88,7 @@ def shard_parameters(
     for name, root in found.modules.values():
         units = units_of(root, config.units)
         if all(map(is_sharded, _cut_parameters(root, config, name))) or all(map(is_fully_sharded, units)):
+            reduce_whole(root, _ignored_parameters(root, config, name), config, axes)
             continue
         if config.sync_at_start:
             tensors = [*root.parameters(), *root.buffers()]
@@ -98,6 +100,7 @@ def shard_parameters(
             last = {id(old): new for old, new in pairs}
             replace_everywhere([*pairs, *((old, last.get(id(new), new)) for old, new in made)])
         gather_once(root)
+        reduce_whole(root, _ignored_parameters(root, config, name), config, axes)
         log.info("%s is sharded over %d ranks", name, axes[0].size)
 
 
@@ -148,6 +151,10 @@ def _cut_parameters(root: nn.Module, config: FSDP, name: str) -> list[torch.Tens
     that lie in another order than their dims."""
     named = [(fqn, one) for fqn, one in root.named_parameters() if one.dim() > 0 and one.is_contiguous()]
     return [one for fqn, one in named if not {fqn, f"{name}.{fqn}"} & set(config.ignore)]
+
+
+def _ignored_parameters(root: nn.Module, config: FSDP, name: str) -> list[torch.Tensor]:
+    return [one for fqn, one in root.named_parameters() if {fqn, f"{name}.{fqn}"} & set(config.ignore)]
 
 
 def _shard_unit(
