@@ -125,7 +125,7 @@ class _Live:
             yield effects.SetOptimizerState(entries, len(spec.outputs) - len(made))
         wrappers = [wrapper for _, wrapper in self._context.reachable.wrappers.values()]
         for number, is_awaited in spec.forwards:
-            if getattr(wrappers[number], ddp.FORWARD_KEY) != is_awaited:  # a guard holds what it was before the call
+            if ddp.changes_note(wrappers[number], is_awaited):
                 yield effects.NoteForward(wrappers[number], is_awaited)
         yield self._result(returned)
 

@@ -50,17 +50,17 @@ class GradMarkers:
         graph_edit.replace_nodes(withdrawn)
 
     @contextmanager
-    def on(self, params: dict[int, tuple[str, torch.Tensor]]) -> Iterator[None]:
+    def on(self, params: dict[int, tuple[str, torch.Tensor]], unhooked: frozenset[int] = frozenset()) -> Iterator[None]:
         """While open, every accumulated ``.grad`` of these parameters carries a marker with the parameter's name.
 
         Not where a DistributedDataParallel keeps it local, as in ``no_sync()``.
 
         Hooks live on the tensor's implementation, which tracing swaps: setting them again puts them, and hooks
-        on the gradient, on the one in place now.
+        on the gradient, on the one in place now. Those of `unhooked`, by id, are left out.
         """
         saved: list[tuple[torch.Tensor, Any]] = []
         for name, param in params.values():
-            if param._backward_hooks:
+            if param._backward_hooks and id(param) not in unhooked:
                 param._backward_hooks = param._backward_hooks
             if not (param.is_leaf and param.requires_grad):
                 continue

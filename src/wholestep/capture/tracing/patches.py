@@ -156,7 +156,7 @@ def _modes(context: StepContext, recorders: Recorders) -> Iterator[AbstractConte
     if context.sees_parts:
         yield tensor_parallel.numbers_stand_apart()
     else:
-        yield recorders.markers.on({id(s.tensor): (s.name, s.tensor) for s in context.state.params})
+        yield recorders.markers.on({id(s.tensor): (s.name, s.tensor) for s in context.state.params}, context.unhooked)
     yield recorders.origins.recording()
     yield traced_generator()
     yield unrolled_rnns()

@@ -41,11 +41,11 @@ FORWARD_KEY = "require_forward_param_sync"
 """Where it notes that its last forward was one that a reduction follows: the next one synchronizes buffers."""
 
 SETTINGS = (
-    SYNC_KEY, FORWARD_KEY, "bucket_bytes_cap", "bucket_bytes_cap_default", "broadcast_buffers", "forward_sync_buffers",
+    SYNC_KEY, "bucket_bytes_cap", "bucket_bytes_cap_default", "broadcast_buffers", "forward_sync_buffers",
     "parameters_to_ignore", "process_group", "reducer", "mixed_precision", "training", "_join_config",
     "bucket_bytes_cap_list",
 )  # fmt: skip
-"""Attributes that a trace depends on. The others move with eager calls, or change no number."""
+"""Attributes that every trace depends on. The others move with eager calls, or change no number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,10 +193,28 @@ def a_backward() -> Iterator[None]:
 
 
 def synced_buffers(wrapper: DistributedDataParallel) -> list[torch.Tensor]:
-    """The buffers that the next forward of a wrapper gives the values of the first rank."""
-    if not wrapper.will_sync_module_buffers():
+    """The buffers that the next forward of a wrapper gives the values of the first rank.
+
+    In evaluation, where none is written, those that any forward does: they travel if they were written before.
+    """
+    if not wrapper.broadcast_buffers or (wrapper.training and not getattr(wrapper, FORWARD_KEY)):
         return []
     return [one for name, one in wrapper.module.named_buffers() if name not in wrapper.parameters_to_ignore]
+
+
+def settings_of_trace(wrapper: DistributedDataParallel) -> tuple[str, ...]:
+    """Attributes of a wrapper that a trace depends on."""
+    return (*SETTINGS, FORWARD_KEY) if wrapper.training and _synchronizes(wrapper) else SETTINGS
+
+
+def changes_note(wrapper: DistributedDataParallel, is_awaited: bool) -> bool:
+    """Whether calls of a trace, in which the last forward was such a one, have to note it in a wrapper."""
+    is_known = wrapper.training and getattr(wrapper, FORWARD_KEY) == is_awaited  # a guard holds what it was
+    return _synchronizes(wrapper) and not is_known
+
+
+def _synchronizes(wrapper: DistributedDataParallel) -> bool:
+    return bool(wrapper.broadcast_buffers) and next(wrapper.module.buffers(), None) is not None
 
 
 def _is_awaited(wrapper: DistributedDataParallel) -> bool:

@@ -109,6 +109,19 @@ def keep_with(module: FSDPModule, what: Any) -> None:
     setattr(module._get_fsdp_state(), _KEPT, what)
 
 
+_BY_STRATEGY = "_wholestep_strategy"
+
+
+def note_strategy(module: FSDPModule) -> None:
+    """Notes that a strategy has sharded the module, and not its user."""
+    setattr(module._get_fsdp_state(), _BY_STRATEGY, True)
+
+
+def is_of_strategy(module: FSDPModule) -> bool:
+    """Whether a strategy has sharded the module, whose user wrote for whole parameters."""
+    return getattr(module._get_fsdp_state(), _BY_STRATEGY, False)
+
+
 _live_backwards = 0
 """How many backwards run in which a live step reduces gradients of whole parameters."""
 

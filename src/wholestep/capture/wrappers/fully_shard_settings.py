@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDat
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import Replicate
 
+from wholestep.capture.wrappers.fully_shard_hooks import is_of_strategy
 from wholestep.errors import ConfigError
 
 
@@ -48,6 +49,13 @@ def gathered_leaves(roots: Iterable[nn.Module]) -> dict[int, torch.Tensor]:
     """By id of sharded parameters the whole ones that forwards have used, which are the leaves of their graphs."""
     params = [one for root in roots for _, group in _groups(root) for one in group.fsdp_params]
     return {id(one.sharded_param): one._unsharded_param for one in params if hasattr(one, "_unsharded_param")}
+
+
+def sharded_by_user(roots: Iterable[nn.Module]) -> frozenset[int]:
+    """ids of the sharded parameters of modules that no strategy has sharded. Torch calls no hook of such a parameter."""
+    modules = (module for module in sharded_modules(roots) if not is_of_strategy(module))
+    params = (one for module in modules for group in _groups_of(module) for one in group.fsdp_params)
+    return frozenset(id(one.sharded_param) for one in params)
 
 
 def waits_for_more(root: nn.Module) -> bool:

@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 from wholestep.capture.reach.reachability import find_reachable
 from wholestep.capture.reach.reachable import Reachable
 from wholestep.capture.reach.train_state import CutState, states
-from wholestep.capture.wrappers.fully_shard_hooks import is_fully_sharded
+from wholestep.capture.wrappers.fully_shard_hooks import is_fully_sharded, note_strategy
 from wholestep.capture.wrappers.fully_shard_settings import gather_once
 from wholestep.config import FSDP, ZeRO
 from wholestep.ir.dtensor.shards import cut, default_dim, is_sharded, replicated_and
@@ -171,6 +171,7 @@ def _shard_unit(
         mp_policy=config.mp_policy or MixedPrecisionPolicy(), ignored_params=ignored or None,
     )  # fmt: skip
     allow_copies(unit)
+    note_strategy(module)
     if config.reduce == "sum":
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # not every backend multiplies in front of a sum
