@@ -52,7 +52,7 @@ def gathered_leaves(roots: Iterable[nn.Module]) -> dict[int, torch.Tensor]:
 
 
 def sharded_by_user(roots: Iterable[nn.Module]) -> frozenset[int]:
-    """ids of the sharded parameters of modules that no strategy has sharded. Torch calls no hook of such a parameter."""
+    """ids of the sharded parameters of modules that no strategy has sharded."""
     modules = (module for module in sharded_modules(roots) if not is_of_strategy(module))
     params = (one for module in modules for group in _groups_of(module) for one in group.fsdp_params)
     return frozenset(id(one.sharded_param) for one in params)
