@@ -138,6 +138,7 @@ class Walker:
         for name, view in self._classes.views(self._names):
             self._watch(view, name, None)
         self._finish_schedulers()
+        self.reachable.seen = self._seen
         return self.reachable
 
     def _finish_schedulers(self) -> None:
