@@ -124,7 +124,7 @@ SETTINGS: dict[str, Setting] = {
         lambda value: np.set_printoptions(precision=value), lambda: np.get_printoptions()["precision"], 3, 5
     ),
     "torch_print": Setting(
-        lambda value: torch.set_printoptions(precision=value), lambda: f"{torch.tensor([1 / 3])}", 3, 5
+        lambda value: torch.set_printoptions(precision=value), lambda: torch._tensor_str.PRINT_OPTS.precision, 3, 5
     ),
     "level_of_a_logger": Setting(
         lambda level: logging.getLogger(_LOGGER).setLevel(level), lambda: logging.getLogger(_LOGGER).level, 10, 30

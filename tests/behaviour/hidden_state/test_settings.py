@@ -43,12 +43,13 @@ def test_a_setting_is_set_again(setting: Setting, starts: str) -> None:
             setting.set(setting.own)
             return model(x).sum()
 
+        x = torch.ones(2, 3)
         made, found = compiled(step), []
         setting.set(getattr(setting, starts))
         for call in range(6):
             if call in (2, 3, 5):
                 setting.set(setting.other)
-            made(torch.ones(2, 3))
+            made(x)
             found.append(setting.get())
         return found
 

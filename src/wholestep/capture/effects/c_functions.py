@@ -46,9 +46,12 @@ _COMPUTING = {
     "hashlib": "digests of bytes",
     "abc": "whether a class counts as another one",
     "weakref": "makes references, which are followed",
+    "sre": "makes patterns, which never change",
 }
 """Modules of C functions that have no state of their own, by the first part of their names, without underscores; and
 why they have none."""
+_STACK = frozenset({sys._getframe, sys.exc_info})
+"""Functions of a module of settings that show nothing but the running code: what the step has called."""
 _OUTSIDE = frozenset({print, input, open, breakpoint, _thread.start_new_thread})
 """Functions of these modules that do more; what another thread does is not watched."""
 
@@ -72,7 +75,7 @@ def kind_of(function: Any) -> Kind:
     package = module_of(function).partition(".")[0].strip("_")
     if package == torch.__name__:
         return Kind.NOTHING if owner is not torch._C or function in _compared() else Kind.MORE
-    return Kind.NOTHING if package in _COMPUTING else Kind.MORE
+    return Kind.NOTHING if package in _COMPUTING or function in _STACK else Kind.MORE
 
 
 def module_of(function: Any) -> str:

@@ -17,7 +17,8 @@ import gc
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ from wholestep.capture.python.container_views import BUFFERS, ClassView, Content
 from wholestep.capture.python.snapshot import SCALARS, Snapshot
 from wholestep.capture.reach.reachable import Reachable
 
-_CONTAINERS = (dict, list, set, deque, *BUFFERS)
+_CONTAINERS = (dict, list, set, deque, ContextVar, *BUFFERS)
 _MAX_ITEMS = 4096
 _ROOTS = {"LOAD_FAST": "argument", "LOAD_GLOBAL": "global", "LOAD_DEREF": "argument"}
 _STEPS = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
@@ -91,8 +92,9 @@ class LibraryState:
 
     def settle(self) -> None:
         """Hands over what was there before the trace."""
-        young = set(map(id, gc.get_objects(0))) if self._found else set()
-        late = [snapshot for thing, snapshot in self._found if id(thing) not in young]
+        things = {id(thing): thing for thing, _ in self._found}
+        old = _there_before([*things.values()]) if things else set()
+        late = [snapshot for thing, snapshot in self._found if id(thing) in old]
         self._reachable.snapshots += late
         self._reachable.late += late
 
@@ -113,7 +115,7 @@ class LibraryState:
                     self._watch_content(held)
 
     def _watch_content(self, thing: Any) -> None:
-        if id(thing) in self._watched or len(thing) > _MAX_ITEMS:
+        if id(thing) in self._watched or (isinstance(thing, Sized) and len(thing) > _MAX_ITEMS):
             return
         self._watched[id(thing)] = None
         container = thing if isinstance(thing, (dict, list)) else ContentView(thing)
@@ -123,6 +125,18 @@ class LibraryState:
         snapshot = Snapshot(container, path, keys)
         snapshot.held = snapshot.now()
         self._found.append((thing, snapshot))
+
+
+def _there_before(things: list[Any]) -> set[int]:
+    """By id those of some things that are older than what is young. The collector does not know the age of things that
+    refer to nothing: they are old where something old refers to them."""
+    young = set(map(id, gc.get_objects(0)))
+    old = {id(one) for one in things if gc.is_tracked(one) and id(one) not in young}
+    untracked = {id(one): one for one in things if not gc.is_tracked(one)}
+    if untracked:
+        holders = [one for one in gc.get_referrers(*untracked.values()) if id(one) not in young and one is not things]
+        old |= {id(one) for holder in holders for one in gc.get_referents(holder)} & untracked.keys()
+    return old
 
 
 def _looked_at_otherwise(reachable: Reachable) -> Iterator[int]:

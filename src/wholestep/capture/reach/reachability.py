@@ -131,10 +131,12 @@ class Walker:
                 self._watch(held, name, None if names is None else tuple(sorted(names)))
             if own := [key for key in own if names is None or key in names]:
                 self._watch(SlotsView(thing), name, tuple(sorted(own)))
-        for name, library in self._libraries.values():  # of their files only what is compared by value
-            plain = sorted(key for key in self._names & vars(library).keys() if isinstance(vars(library)[key], SCALARS))
+        stored = set(code_names.stored(self.reachable.codes))
+        for name, library in self._libraries.values():  # of theirs what is written, and what is compared by value
+            held = vars(library)
+            plain = sorted(k for k in self._names & held.keys() if k in stored or isinstance(held[k], SCALARS))
             if plain:
-                self._watch(vars(library), name, tuple(plain))
+                self._watch(held, name, tuple(plain))
         for name, view in self._classes.views(self._names):
             self._watch(view, name, None)
         self._finish_schedulers()
