@@ -146,6 +146,8 @@ PyGetSetDef fast_call_getters[] = {
     {"hits", fast_call_hits, nullptr, "Calls that went this way.", nullptr}, {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 PyObject* watch_calls(PyObject*, PyObject* hooks) {
+  PyObject *look, *ask, *enter;
+  if (!PyArg_ParseTuple(hooks, "OOO", &look, &ask, &enter)) return nullptr;
   forget_codes();
   PyEval_SetProfile(profile_calls, hooks);
   Py_RETURN_NONE;
