@@ -135,7 +135,10 @@ SETTINGS: dict[str, Setting] = {
     "collector_thresholds": Setting(gc.set_threshold, lambda: gc.get_threshold()[0], 800, 900),
     "collector": Setting(_collector, gc.isenabled, False, True),
     "locale": Setting(
-        lambda name: locale.setlocale(locale.LC_NUMERIC, name), lambda: locale.setlocale(locale.LC_NUMERIC), "C", "POSIX"
+        lambda name: locale.setlocale(locale.LC_NUMERIC, name),
+        lambda: locale.setlocale(locale.LC_NUMERIC),
+        "C",
+        "POSIX",
     ),
     "environment": Setting(_environment, lambda: os.environ["WHOLESTEP_HIDDEN_STATE"], "a", "b"),
     "mask_of_files": Setting(os.umask, _umask, 0o22, 0o27),
@@ -151,7 +154,9 @@ SETTINGS: dict[str, Setting] = {
         _other_ignore,
     ),
     "cudnn_benchmark": Setting(_benchmark, lambda: torch.backends.cudnn.benchmark, True, False),
-    "mkldnn": Setting(_mkldnn, torch.backends.mkldnn.is_available and (lambda: torch._C._get_mkldnn_enabled()), True, False),
+    "mkldnn": Setting(
+        _mkldnn, torch.backends.mkldnn.is_available and (lambda: torch._C._get_mkldnn_enabled()), True, False
+    ),
     "default_dtype": Setting(torch.set_default_dtype, torch.get_default_dtype, torch.float32, torch.float64),
     "deterministic": Setting(
         torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled, True, False
@@ -159,11 +164,13 @@ SETTINGS: dict[str, Setting] = {
     "grad_mode": Setting(torch.set_grad_enabled, torch.is_grad_enabled, True, False),
     "validation_of_distributions": Setting(
         torch.distributions.Distribution.set_default_validate_args,
-        lambda: torch.distributions.Distribution._validate_args, True, False,
+        lambda: torch.distributions.Distribution._validate_args,
+        True,
+        False,
     ),
     "flush_denormal": Setting(torch.set_flush_denormal, lambda: float(torch.tensor([1e-39]) * 1.0), True, False),
     "matmul_precision": Setting(
         torch.set_float32_matmul_precision, torch.get_float32_matmul_precision, "high", "highest"
     ),
-    "hash_of_numpy_errors": Setting(np.seterrcall, np.geterrcall, _hook, _other_hook),
+    "call_of_numpy_errors": Setting(np.seterrcall, np.geterrcall, _hook, _other_hook),
 }

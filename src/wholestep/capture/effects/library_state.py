@@ -149,7 +149,15 @@ def _looked_at_otherwise(reachable: Reachable) -> Iterator[int]:
 
 def _never_changes(kind: type) -> bool:
     """Whether objects of a class compare by value and have a hash: by Python's data model they stay what they are."""
-    return kind.__eq__ is not object.__eq__ and kind.__hash__ not in (None, object.__hash__)
+    plain: Any = object
+    return kind.__eq__ is not plain.__eq__ and kind.__hash__ is not None and kind.__hash__ is not plain.__hash__
+
+
+class _NamedAttributes(ClassView):
+    """What a class has under some names. Its special methods may be those of the trace at this moment."""
+
+    def content(self) -> dict[str, Any]:
+        return {key: item for key, item in vars(self.kind).copy().items() if key in self._names}
 
 
 def _container_of(thing: Any, names: set[str]) -> Any:
@@ -157,7 +165,7 @@ def _container_of(thing: Any, names: set[str]) -> Any:
     if isinstance(thing, dict):  # globals
         return thing
     if isinstance(thing, type):
-        return ClassView(thing, frozenset(names)) if is_writable(thing) else None
+        return _NamedAttributes(thing, frozenset(names)) if is_writable(thing) else None
     if not names.isdisjoint(slots(type(thing))):
         return SlotsView(thing)
     return own_dict(thing)
@@ -170,7 +178,8 @@ def _resolved(frame: types.FrameType, values: dict[str, Any], access: Access) ->
     for name in access.prefix:
         own = own_dict(thing)
         thing = None if own is None else own.get(name)
-    looked_through = owner_of_class(type(thing)) in LOOKED_THROUGH and not access.writes
+    kind = thing if isinstance(thing, type) else type(thing)
+    looked_through = owner_of_class(kind) in LOOKED_THROUGH and not access.writes
     return None if thing is None or isinstance(thing, SCALARS) or looked_through else thing
 
 

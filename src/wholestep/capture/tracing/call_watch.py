@@ -74,7 +74,7 @@ _ASKED, _TOLD = 1, 2
 
 
 def code_kind(code: types.CodeType) -> int:
-    """What is watched of a code: calls of C functions from it, and when it is entered (`capture/native/call_watch.h`)."""
+    """What is watched of a code: C functions that it calls, and when it is entered (`capture/native/call_watch.h`)."""
     is_library = owner_of_file(code.co_filename) in (Owner.PYTHON, Owner.INSTALLED, Owner.TORCH)
     tells = is_library and bool(accesses(code))
     return (_ASKED if _may_be_of_user(code.co_filename) else 0) | (_TOLD if tells else 0)
@@ -119,9 +119,9 @@ class _Watch:
         """The same without the native part."""
         if event == "c_call" and code_kind(frame.f_code) & _ASKED:
             self.allowed(frame, function)
-        elif event == "call" and code_kind(frame.f_code) & _TOLD:
-            if frame.f_back is not None and code_kind(frame.f_back.f_code) & _ASKED:
-                self.entered(frame)
+        caller = frame.f_back if event == "call" and code_kind(frame.f_code) & _TOLD else None
+        if caller is not None and code_kind(caller.f_code) & _ASKED:
+            self.entered(frame)
 
 
 def _sentence(function: Any, generator: str) -> str:

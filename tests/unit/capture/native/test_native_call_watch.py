@@ -85,7 +85,8 @@ def test_a_code_is_looked_at_once_and_one_of_no_interest_is_not_asked_about(modu
     with watched(module, lambda frame, function: asked.append(frame.f_code.co_name) is not None, look):
         for one in (quiet, loud, quiet, loud):
             one()
-    assert asked.count("loud") == 2 and "quiet" not in asked
+    assert asked.count("loud") == 2
+    assert "quiet" not in asked
     assert looked.count("quiet") == looked.count("loud") == 1
 
 
