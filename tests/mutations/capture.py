@@ -17,7 +17,7 @@ CAPTURE_MUTATIONS = (
         name="switches_of_torch_compute",
         what="a function of torch that sets a switch which nobody compares counts as one that computes",
         file="capture/effects/c_functions.py",
-        old="if owner is not torch._C or function in _compared() else Kind.MORE",
+        old="if owner is not torch._C or function in compared() else Kind.MORE",
         new="if True else Kind.MORE",
         tests=(SETTINGS,),
     ),

@@ -405,8 +405,8 @@ LIVE_MUTATIONS = (
         name="modes_around_a_read_kept",
         what="what is recorded runs under the inference mode of the line that asks for a value",
         file="live/recording/modes.py",
-        old="    return nullcontext() if modes == plain else under(plain)",
-        new="    return nullcontext()",
+        old="    with nullcontext() if modes == plain else under(plain), _saved",
+        new="    with nullcontext(), _saved",
         tests=(f"{GRAPHS}::test_a_value_that_is_asked_for_in_inference_mode",),
     ),
     Mutation(

@@ -74,7 +74,7 @@ def kind_of(function: Any) -> Kind:
         return Kind.AN_OBJECT
     package = module_of(function).partition(".")[0].strip("_")
     if package == torch.__name__:
-        return Kind.NOTHING if owner is not torch._C or function in _compared() else Kind.MORE
+        return Kind.NOTHING if owner is not torch._C or function in compared() else Kind.MORE
     return Kind.NOTHING if package in _COMPUTING or function in _STACK else Kind.MORE
 
 
@@ -95,8 +95,8 @@ def class_of(method: Any) -> type:
 
 
 @functools.cache
-def _compared() -> frozenset[Any]:
-    """The functions by which guards read the switches of torch."""
+def compared() -> frozenset[Any]:
+    """The functions by which guards read the switches of torch. First asked for while nothing is watched."""
     found: set[Any] = set()
 
     def note(frame: types.FrameType, event: str, function: Any) -> None:

@@ -80,10 +80,11 @@ class LibraryState:
     def may_be_called_on(self, function: Any) -> bool:
         """Whether the state of the object whose method is to be called is looked at, or none of anybody else."""
         thing = function.__self__
-        if id(thing) in self._known or isinstance(thing, (*SCALARS, tuple, frozenset)):
+        if isinstance(thing, (*SCALARS, tuple, frozenset)):
             return True
         if isinstance(thing, _CONTAINERS):
-            self._watch_content(thing)
+            if id(thing) not in self._known:
+                self._watch_content(thing)
             return True
         kind = class_of(function)
         if kind.__module__ == "builtins" or owner_of_class(kind) in LOOKED_THROUGH or _never_changes(type(thing)):

@@ -73,7 +73,7 @@ class Walker:
         """
         self.reachable = Reachable()
         self._hidden = HiddenThings(self.reachable.hidden)
-        self._seen: set[int] = set()
+        self._seen = self.reachable.seen
         self._alive: list[Any] = []  # ids in _seen stay valid while their objects live
         self._watched = WatchedNames(observed, read or {})
         self._names = self._watched.names
@@ -134,13 +134,11 @@ class Walker:
         stored = set(code_names.stored(self.reachable.codes))
         for name, library in self._libraries.values():  # of theirs what is written, and what is compared by value
             held = vars(library)
-            plain = sorted(k for k in self._names & held.keys() if k in stored or isinstance(held[k], SCALARS))
-            if plain:
+            if plain := sorted(k for k in self._names & {*held} if k in stored or isinstance(held[k], SCALARS)):
                 self._watch(held, name, tuple(plain))
         for name, view in self._classes.views(self._names):
             self._watch(view, name, None)
         self._finish_schedulers()
-        self.reachable.seen = self._seen
         return self.reachable
 
     def _finish_schedulers(self) -> None:

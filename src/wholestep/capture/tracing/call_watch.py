@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wholestep.capture.effects.c_functions import Kind, kind_of, module_of
+from wholestep.capture.effects.c_functions import Kind, compared, kind_of, module_of
 from wholestep.capture.effects.library_state import LibraryState, accesses
 from wholestep.capture.native import build
 from wholestep.capture.python.code_owner import Owner, owner_of_file
@@ -51,7 +51,10 @@ def calls_watched(reachable: Reachable) -> Iterator[None]:
     So does one of a generator of Python or torch that was there before. A handler of the user's may catch that: it is
     raised again at the end. State to which code of libraries leads is added to `reachable`.
     """
-    around = sys.getprofile()
+    around: Any = sys.getprofile()
+    if isinstance(around, tuple) or isinstance(getattr(around, "__self__", None), _Watch):  # of a capture around this
+        yield
+        return
     if around is not None and not callable(around):
         raise CaptureError("A profiler of C runs (cProfile), so that nobody sees which functions the step calls.")
     native = build.module()
@@ -89,6 +92,7 @@ class _Watch:
         self._generators |= {key: name for key, (name, _) in reachable.generators.items()}
         self._generators |= {id(one): name for name, one in rng_and_iterators.generators_of_torch()}
         self.found: list[OutsideEffect] = []
+        compared()
         self.state = LibraryState(reachable)
 
     def entered(self, frame: types.FrameType) -> None:
