@@ -46,6 +46,14 @@ CAPTURE_MUTATIONS = (
         tests=(SETTINGS,),
     ),
     Mutation(
+        name="functions_of_libraries_for_ever",
+        what="a function of a library that is exchanged between calls is still the one that was traced",
+        file="capture/reach/reachability.py",
+        old="            if named := sorted(self._names & {*held}):",
+        new="            if named := sorted(k for k in self._names & {*held} if isinstance(held[k], SCALARS)):",
+        tests=("tests/unit/capture/effects/test_library_state.py",),
+    ),
+    Mutation(
         name="symbols_round_to_themselves",
         what="a size that moves is not rounded to tens",
         file="capture/scalars/symbol_views.py",

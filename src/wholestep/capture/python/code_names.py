@@ -37,19 +37,6 @@ def written_past_classes(reached: Iterable[types.CodeType]) -> set[str]:
     return {text for one in reached if not set(_PAST_CLASSES).isdisjoint(one.co_names) for text in _texts(one)}
 
 
-def stored(reached: Iterable[types.CodeType]) -> Iterator[str]:
-    """Names of attributes that codes write or delete, by a statement or by text."""
-    for code in reached:
-        yield from _stored(code)
-
-
-@functools.lru_cache(maxsize=4096)
-def _stored(code: types.CodeType) -> frozenset[str]:
-    found = {one.argval for one in dis.get_instructions(code) if one.opname in ("STORE_ATTR", "DELETE_ATTR")}
-    by_text = not {"setattr", "delattr", *_PAST_CLASSES}.isdisjoint(code.co_names)
-    return frozenset({*found, *(_texts(code) if by_text else ())})
-
-
 def _texts(code: types.CodeType) -> Iterator[str]:
     return (text for text in code.co_consts if isinstance(text, str) and text.isidentifier())
 

@@ -131,11 +131,10 @@ class Walker:
                 self._watch(held, name, None if names is None else tuple(sorted(names)))
             if own := [key for key in own if names is None or key in names]:
                 self._watch(SlotsView(thing), name, tuple(sorted(own)))
-        stored = set(code_names.stored(self.reachable.codes))
-        for name, library in self._libraries.values():  # of theirs what is written, and what is compared by value
+        for name, library in self._libraries.values():  # a function of theirs may be exchanged, too
             held = vars(library)
-            if plain := sorted(k for k in self._names & {*held} if k in stored or isinstance(held[k], SCALARS)):
-                self._watch(held, name, tuple(plain))
+            if named := sorted(self._names & {*held}):
+                self._watch(held, name, tuple(named))
         for name, view in self._classes.views(self._names):
             self._watch(view, name, None)
         self._finish_schedulers()

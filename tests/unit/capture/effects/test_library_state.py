@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import logging
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import wholestep as ws
@@ -134,3 +136,21 @@ def test_accesses_of_a_function() -> None:
     assert Access(False, "self", (), "level", writes=True) in found
     assert Access(False, "self", ("manager",), "_clear_cache", writes=False) in found
     assert Access(True, "", (), "_checkLevel", writes=False) in found
+
+
+@pytest.mark.parametrize("may_go_live", [True])
+@pytest.mark.parametrize(("module", "name"), [(torch, "relu"), (torch.nn.functional, "gelu"), (math, "sqrt")])
+def test_a_function_of_a_library_may_be_exchanged(
+    module: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: dict[str, Callable[[Tensor], Tensor]] = {
+        "relu": lambda x: torch.relu(x),
+        "gelu": lambda x: F.gelu(x),
+        "sqrt": lambda x: x * math.sqrt(4.0),
+    }
+    run = ws.compile(steps[name], backend="eager")
+    before = run(torch.ones(2)).tolist()
+    monkeypatch.setattr(module, name, lambda x: x * 7.0)
+    assert run(torch.ones(2)).tolist() == steps[name](torch.ones(2)).tolist() != before
+    monkeypatch.undo()
+    assert run(torch.ones(2)).tolist() == before
