@@ -77,6 +77,7 @@ DOORS: dict[str, dict[str, str]] = {
     "capture/tracing/module_to.py": {
         "torch.nn.Module._apply": "what every move and conversion of a module goes through"
     },
+    "capture/effects/c_functions.py": {"torch._C": "the module whose functions ask and set switches, told from others"},
     "capture/functionalize/functionalize.py": {
         "torch.fx.experimental.proxy_tensor": "make_fx, for the second, functional trace"
     },

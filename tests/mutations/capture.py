@@ -13,7 +13,57 @@ WARM_SIZES = "tests/behaviour/warm/test_moving_sizes.py"
 SETTLED = "tests/behaviour/warm/test_settled_writes.py::test_what_a_step_sets_it_sets_again"
 ARRAYS = "tests/unit/capture/effects/test_written_arrays.py"
 
+SETTINGS = "tests/behaviour/hidden_state/test_settings.py"
+
 CAPTURE_MUTATIONS = (
+    Mutation(
+        name="switches_of_torch_compute",
+        what="a function of torch that sets a switch which nobody compares counts as one that computes",
+        file="capture/effects/c_functions.py",
+        old="if owner is not torch._C or function in compared() else Kind.MORE",
+        new="if True else Kind.MORE",
+        tests=(SETTINGS,),
+    ),
+    Mutation(
+        name="methods_have_no_state",
+        what="methods of C objects that nobody looks into may be called in a graph",
+        file="capture/effects/library_state.py",
+        old="        return gc.is_tracked(thing) and any(one is thing for one in gc.get_objects(0))",
+        new="        return True",
+        tests=("tests/unit/capture/effects/test_library_state.py",),
+    ),
+    Mutation(
+        name="libraries_have_no_state",
+        what="what code of a library reads and writes of its own is not watched",
+        file="capture/effects/library_state.py",
+        old="        self._entered.add((code, id(first)))",
+        new="        return",
+        tests=("tests/unit/capture/effects/test_library_state.py",),
+    ),
+    Mutation(
+        name="late_state_not_compared",
+        what="state of a library to which a trace has come is not compared by later calls",
+        file="capture/reach/step_context.py",
+        old="        return [*only_reached(found, walked), *self.reachable.late]",
+        new="        return [*only_reached(found, walked)]",
+        tests=(SETTINGS,),
+    ),
+    Mutation(
+        name="functions_of_libraries_for_ever",
+        what="a function of a library that is exchanged between calls is still the one that was traced",
+        file="capture/reach/reachability.py",
+        old="            if named := sorted(self._names & {*held}):",
+        new="            if named := sorted(k for k in self._names & {*held} if isinstance(held[k], SCALARS)):",
+        tests=("tests/unit/capture/effects/test_library_state.py",),
+    ),
+    Mutation(
+        name="symbols_round_to_themselves",
+        what="a size that moves is not rounded to tens",
+        file="capture/scalars/symbol_views.py",
+        old="    return symbol if ndigits is None or ndigits >= 0 else round(int(symbol), ndigits)",
+        new="    return symbol",
+        tests=("tests/behaviour/numbers/test_uses.py",),
+    ),
     Mutation(
         name="symbols_are_no_numbers",
         what="a size or a rate that moves is no int or float to the step's code",
@@ -86,7 +136,7 @@ CAPTURE_MUTATIONS = (
         name="draws_of_python_compared_by_state",
         what="a step that draws from a generator of Python and puts it back becomes a graph",
         file="capture/tracing/call_watch.py",
-        old="        if is_generator and id(owner) not in known:",
+        old="        if is_generator and id(owner) not in self._generators:",
         new="        if is_generator:",
         tests=(GENERATORS,),
     ),

@@ -37,7 +37,6 @@ from wholestep.capture.effects.side_effects import SideEffects
 from wholestep.capture.functionalize.alias_checks import check_results, check_writes
 from wholestep.capture.functionalize.functionalize import functionalize
 from wholestep.capture.guards.environment import environment_read
-from wholestep.capture.guards.state_guards import looks_for_nan
 from wholestep.capture.make_program import make_program
 from wholestep.capture.python import tree_util
 from wholestep.capture.python.attribute_access import AttributesFound
@@ -54,6 +53,7 @@ from wholestep.ir import node_meta
 from wholestep.ir.program import Program
 from wholestep.ir.sizes import is_data
 from wholestep.ir.verifier import verify
+from wholestep.util.torch_switches import looks_for_nan
 
 log = logging.getLogger("wholestep.capture")
 

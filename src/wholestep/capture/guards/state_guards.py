@@ -16,7 +16,7 @@ from wholestep.capture.python.snapshot import Snapshot, same
 from wholestep.capture.reach.module_hooks import GLOBAL_HOOKS
 from wholestep.capture.reach.train_state import Slot
 from wholestep.capture.scalars.varying_numbers import VaryingValue, identity, scalar_location
-from wholestep.util.torch_switches import torch_switches
+from wholestep.util.torch_switches import torch_modes
 
 
 def modes() -> tuple[tuple[str, Any], ...]:
@@ -24,25 +24,7 @@ def modes() -> tuple[tuple[str, Any], ...]:
 
     `Modes` of `capture/native/state_guard.h` notices that one has changed: one that is not there, too, goes unseen.
     """
-    return (
-        ("grad mode", torch.is_grad_enabled()),
-        ("inference mode", torch.is_inference_mode_enabled()),
-        ("autocast on CPU", torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")),
-        ("autocast on CUDA", torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")),
-        ("autocast's cache of weights", torch.is_autocast_cache_enabled()),
-        ("detection of anomalies", looks_for_nan()),
-        ("deterministic algorithms", torch.are_deterministic_algorithms_enabled()),
-        ("default dtype", torch.get_default_dtype()),
-        ("default device", torch.get_default_device()),
-        ("float32 matmul precision", torch.get_float32_matmul_precision()),
-        ("number of global module hooks", sum(map(len, GLOBAL_HOOKS))),
-        *torch_switches(),
-    )
-
-
-def looks_for_nan() -> bool:
-    """Whether autograd looks at the values of all gradients."""
-    return torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+    return (*torch_modes(), ("number of global module hooks", sum(map(len, GLOBAL_HOOKS))))
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,8 +145,11 @@ PyMethodDef no_methods[] = {{nullptr, nullptr, 0, nullptr}};
 PyGetSetDef fast_call_getters[] = {
     {"hits", fast_call_hits, nullptr, "Calls that went this way.", nullptr}, {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
-PyObject* watch_calls(PyObject*, PyObject* ask) {
-  PyEval_SetProfile(profile_calls, ask);
+PyObject* watch_calls(PyObject*, PyObject* hooks) {
+  PyObject *look, *ask, *enter;
+  if (!PyArg_ParseTuple(hooks, "OOO", &look, &ask, &enter)) return nullptr;
+  forget_codes();
+  PyEval_SetProfile(profile_calls, hooks);
   Py_RETURN_NONE;
 }
 
@@ -167,7 +170,9 @@ PyObject* have_gradients(PyObject*, PyObject* tensors) {
 
 PyMethodDef functions[] = {
     {"have_gradients", have_gradients, METH_O, "Of each tensor of a tuple whether it has a gradient."},
-    {"watch_calls", watch_calls, METH_O, "Has ask(frame, function) asked about calls of C functions, until sys.setprofile(None)."},
+    {"watch_calls", watch_calls, METH_VARARGS,
+     "watch_calls(look, ask, enter): asks about calls of C functions and tells of code that is entered, until "
+     "sys.setprofile(None)."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition{PyModuleDef_HEAD_INIT, "fast_guards", "Guards of a step's state and arguments.", -1, functions};

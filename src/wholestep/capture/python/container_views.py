@@ -7,12 +7,16 @@ import gc
 import types
 from collections import deque
 from collections.abc import Collection, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 
 BUFFERS = (bytearray, memoryview, array.array, np.ndarray)
 """What holds numbers without objects of Python around them."""
+
+
+_NOTHING = object()
 
 
 class CellView(dict[str, Any]):
@@ -93,7 +97,7 @@ class SlotsView(dict[str, Any]):
 
 
 class ContentView(dict[Any, Any]):
-    """What a set, a deque, a buffer or a view of a dict holds, by place or by key; see `content`."""
+    """What a set, a deque, a buffer, a context variable or a view of a dict holds, by place or key; see `content`."""
 
     def __init__(self, thing: Any) -> None:
         super().__init__()
@@ -107,6 +111,8 @@ class ContentView(dict[Any, Any]):
         if isinstance(thing, np.ndarray):
             layout = {"dtype": thing.dtype.str, "shape": thing.shape}
             return {**layout, **(dict(enumerate(thing.flat)) if thing.dtype.hasobject else {"data": thing.tobytes()})}
+        if isinstance(thing, ContextVar):
+            return {"value": thing.get(_NOTHING)}
         return {"data": bytes(thing)} if isinstance(thing, BUFFERS) else dict(enumerate(list(thing)))
 
     def update(self, held: Any) -> None:  # type: ignore[override]
@@ -123,9 +129,10 @@ class ContentView(dict[Any, Any]):
             thing[:] = array.array(thing.typecode, held["data"])
         elif isinstance(thing, BUFFERS):
             thing[:] = held["data"]
+        elif isinstance(thing, ContextVar) and held["value"] is not _NOTHING:
+            thing.set(held["value"])
 
 
-_NOTHING = object()
 VIEWS = (CellView, ClassView, SlotsView, ContentView)
 
 

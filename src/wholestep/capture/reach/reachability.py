@@ -73,7 +73,7 @@ class Walker:
         """
         self.reachable = Reachable()
         self._hidden = HiddenThings(self.reachable.hidden)
-        self._seen: set[int] = set()
+        self._seen = self.reachable.seen
         self._alive: list[Any] = []  # ids in _seen stay valid while their objects live
         self._watched = WatchedNames(observed, read or {})
         self._names = self._watched.names
@@ -131,10 +131,10 @@ class Walker:
                 self._watch(held, name, None if names is None else tuple(sorted(names)))
             if own := [key for key in own if names is None or key in names]:
                 self._watch(SlotsView(thing), name, tuple(sorted(own)))
-        for name, library in self._libraries.values():  # of their files only what is compared by value
-            plain = sorted(key for key in self._names & vars(library).keys() if isinstance(vars(library)[key], SCALARS))
-            if plain:
-                self._watch(vars(library), name, tuple(plain))
+        for name, library in self._libraries.values():  # a function of theirs may be exchanged, too
+            held = vars(library)
+            if named := sorted(self._names & {*held}):
+                self._watch(held, name, tuple(named))
         for name, view in self._classes.views(self._names):
             self._watch(view, name, None)
         self._finish_schedulers()

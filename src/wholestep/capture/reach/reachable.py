@@ -32,6 +32,10 @@ class Reachable:
     """Loose tensors: neither parameter nor buffer of a module, nor optimizer state, nor an argument."""
     scalers: list[tuple[str, GradScaler]] = field(default_factory=list)
     snapshots: list[Snapshot] = field(default_factory=list)
+    late: list[Snapshot] = field(default_factory=list)
+    """Those of them that no walk finds: a trace has come to them by code of libraries."""
+    seen: set[int] = field(default_factory=set)
+    """By id all things to which the walk came."""
     generators: dict[int, tuple[str, Any]] = field(default_factory=dict)
     """Random generators, of torch and others."""
     iterators: dict[int, str] = field(default_factory=dict)

@@ -110,7 +110,8 @@ class StepContext:
         if not read:
             return found
         unseen = written_past_classes(self.reachable.codes)
-        return only_reached(found, self._walk({key: names | unseen for key, names in read.items()}).snapshots)
+        walked = self._walk({key: names | unseen for key, names in read.items()}).snapshots
+        return [*only_reached(found, walked), *self.reachable.late]
 
     def _held_arguments(self) -> set[int]:
         """By id the tensors among the arguments to which the walk comes as well, by way of attributes alone.

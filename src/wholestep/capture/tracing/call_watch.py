@@ -2,7 +2,8 @@
 
 Writes to files and terminals, clocks, the file system, sockets: all of them are calls of C functions. A profile
 function sees each one before it runs. Allowed is what computes on Python's own objects and on arrays, whose changes
-other parts of a capture see; whatever else is called, by the step or by a library on its behalf, ends the trace.
+other parts of a capture see (`capture/effects/c_functions.py`); whatever else is called, by the step or by a library on
+its behalf, ends the trace.
 
 Allowed as well is what Python's import system does: it looks for a module and runs it once in a process, also where no
 step is compiled.
@@ -10,7 +11,6 @@ step is compiled.
 
 from __future__ import annotations
 
-import _thread
 import functools
 import logging
 import os
@@ -18,7 +18,7 @@ import random
 import sys
 import threading
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import BuiltinImporter, FileFinder
 from typing import Any
@@ -26,26 +26,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from wholestep.capture.effects.c_functions import Kind, compared, kind_of, module_of
+from wholestep.capture.effects.library_state import LibraryState, accesses
 from wholestep.capture.native import build
+from wholestep.capture.python.code_owner import Owner, owner_of_file
 from wholestep.capture.python.user_frame import current_line
 from wholestep.capture.reach import rng_and_iterators
+from wholestep.capture.reach.reachable import Reachable
 from wholestep.errors import CaptureError
 from wholestep.util.gc_pause import gc_paused
 
-_COMPUTING = frozenset(
-    {
-        "builtins", "math", "cmath", "itertools", "operator", "functools", "collections", "re", "struct", "abc",
-        "weakref", "thread", "contextvars", "warnings", "string", "random", "copy", "types", "datetime", "decimal",
-        "fractions", "statistics", "heapq", "bisect", "array", "hashlib", "json", "pickle", "typing", "enum", "sre",
-        "inspect", "imp", "sys", "gc", "torch", "numpy", "optree", "sympy",
-    }
-)  # fmt: skip
-"""Modules, and modules of classes, whose C functions compute; by the first part of the name, without underscores."""
-_OUTSIDE = frozenset({print, input, open, breakpoint, _thread.start_new_thread})
-"""Functions of these modules that do more; what another thread does is not watched."""
 _PYTHONS = random.random.__self__  # type: ignore[attr-defined]
 """The generator behind the functions of `random`."""
-NO_NAMES: Mapping[int, str] = types.MappingProxyType({})
 
 
 class OutsideEffect(CaptureError):
@@ -53,52 +45,87 @@ class OutsideEffect(CaptureError):
 
 
 @contextmanager
-def calls_watched(generators: Mapping[int, str] = NO_NAMES) -> Iterator[None]:
+def calls_watched(reachable: Reachable) -> Iterator[None]:
     """While open, a call of a C function that may do more than compute raises `OutsideEffect`, before it runs.
 
-    So does one of a generator of Python or torch that was there before: `generators` has names by id. A handler of the
-    user's may catch that: it is raised again at the end.
+    So does one of a generator of Python or torch that was there before. A handler of the user's may catch that: it is
+    raised again at the end. State to which code of libraries leads is added to `reachable`.
     """
-    known = {id(_PYTHONS): "Python's random generator", **generators}
-    known |= {id(one): name for name, one in rng_and_iterators.generators_of_torch()}
-    found: list[OutsideEffect] = []
-    around = sys.getprofile()
-    thread = threading.get_ident()
-
-    def allowed(frame: types.FrameType, function: Any) -> bool:
-        """Whether a function is, wherever it is called. Raises where this call of it is not."""
-        owner = getattr(function, "__self__", None)
-        is_generator = isinstance(owner, (random.Random, torch.Generator))
-        if not is_generator and computes(function):
-            return True
-        if is_generator and id(owner) not in known:  # made by the step itself
-            return False
-        if not _may_be_of_user(frame.f_code.co_filename) or threading.get_ident() != thread:
-            return False
-        if not _is_on_behalf_of_user(frame):
-            return False
-        found.append(OutsideEffect(_sentence(function, known.get(id(owner), ""))))
-        raise found[-1]
-
-    def profile(frame: types.FrameType, event: str, function: Any) -> None:
-        if event == "c_call" and _may_be_of_user(frame.f_code.co_filename):
-            allowed(frame, function)
-
-    if around is not None:  # somebody profiles this thread, whose function must stay
+    around: Any = sys.getprofile()
+    if isinstance(around, tuple) or isinstance(getattr(around, "__self__", None), _Watch):  # of a capture around this
         yield
         return
+    if around is not None and not callable(around):
+        raise CaptureError("A profiler of C runs (cProfile), so that nobody sees which functions the step calls.")
     native = build.module()
     with gc_paused():  # what collects garbage calls functions of anybody, in the midst of the user's
+        watch = _Watch(reachable)
         if native is None:
-            sys.setprofile(profile)
+            sys.setprofile(watch.profile)
         else:  # costs a trace next to nothing
-            native.watch_calls(allowed)
+            native.watch_calls(code_kind, watch.allowed, watch.entered)
         try:
             yield
         finally:
             sys.setprofile(around)
-    if found:
-        raise found[0]
+            watch.state.settle()
+    if watch.found:
+        raise watch.found[0]
+
+
+_ASKED, _TOLD = 1, 2
+
+
+def code_kind(code: types.CodeType) -> int:
+    """What is watched of a code: C functions that it calls, and when it is entered (`capture/native/call_watch.h`)."""
+    is_library = owner_of_file(code.co_filename) in (Owner.PYTHON, Owner.INSTALLED, Owner.TORCH)
+    tells = is_library and bool(accesses(code))
+    return (_ASKED if _may_be_of_user(code.co_filename) else 0) | (_TOLD if tells else 0)
+
+
+class _Watch:
+    """What one trace calls."""
+
+    def __init__(self, reachable: Reachable) -> None:
+        self._thread = threading.get_ident()
+        self._generators = {id(_PYTHONS): "Python's random generator"}
+        self._generators |= {key: name for key, (name, _) in reachable.generators.items()}
+        self._generators |= {id(one): name for name, one in rng_and_iterators.generators_of_torch()}
+        self.found: list[OutsideEffect] = []
+        compared()
+        self.state = LibraryState(reachable)
+
+    def entered(self, frame: types.FrameType) -> None:
+        """A function of a library is about to run."""
+        if threading.get_ident() == self._thread and _is_on_behalf_of_user(frame.f_back):
+            self.state.enter(frame)
+
+    def allowed(self, frame: types.FrameType, function: Any) -> bool:
+        """Whether a function is, wherever it is called. Raises where this call of it is not."""
+        owner = getattr(function, "__self__", None)
+        is_generator = isinstance(owner, (random.Random, torch.Generator))
+        kind = kind_of(function)
+        if not is_generator and kind is Kind.NOTHING:
+            return True
+        if is_generator and id(owner) not in self._generators:  # made by the step itself
+            return False
+        if threading.get_ident() != self._thread or not _is_on_behalf_of_user(frame):
+            return False
+        if not is_generator and (frame.f_code.co_filename in _TRANSPARENT or self._is_looked_at(function, kind)):
+            return False
+        self.found.append(OutsideEffect(_sentence(function, self._generators.get(id(owner), ""))))
+        raise self.found[-1]
+
+    def _is_looked_at(self, function: Any, kind: Kind) -> bool:
+        return kind is Kind.AN_OBJECT and self.state.may_be_called_on(function)
+
+    def profile(self, frame: types.FrameType, event: str, function: Any) -> None:
+        """The same without the native part."""
+        if event == "c_call" and code_kind(frame.f_code) & _ASKED:
+            self.allowed(frame, function)
+        caller = frame.f_back if event == "call" and code_kind(frame.f_code) & _TOLD else None
+        if caller is not None and code_kind(caller.f_code) & _ASKED:
+            self.entered(frame)
 
 
 def _sentence(function: Any, generator: str) -> str:
@@ -107,29 +134,11 @@ def _sentence(function: Any, generator: str) -> str:
         return rng_and_iterators.uses(generator, function.__name__)
     if generator:
         return rng_and_iterators.draws(generator)
-    name = f"{_module_of(function)}.{getattr(function, '__name__', function)}"
+    name = f"{module_of(function)}.{getattr(function, '__name__', function)}"
     return (
         f"The step calls {name} at {current_line()}, which does more than compute with Python's objects. That would "
         f"happen once, while capturing, and never again. Do it outside of the step."
     )
-
-
-def computes(function: Any) -> bool:
-    """Whether a C function only computes with Python's objects, tensors and arrays."""
-    if function in _OUTSIDE:
-        return False
-    return _module_of(function).partition(".")[0].strip("_") in _COMPUTING
-
-
-def _module_of(function: Any) -> str:
-    if module := getattr(function, "__module__", None):  # of functions, and of methods that pybind11 makes
-        return str(module)
-    owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
-    kind = owner if isinstance(owner, type) else type(owner)
-    bases = (base for base in kind.__mro__ if name in vars(base))
-    # A class may have a method of its own in Python that calls this one.
-    found = (base.__module__ for base in bases if not isinstance(vars(base)[name], types.FunctionType))
-    return str(next(found, kind.__module__))
 
 
 @functools.cache
@@ -143,7 +152,7 @@ def _may_be_of_user(filename: str) -> bool:
 
 @functools.cache
 def _own_dirs() -> tuple[str, ...]:
-    packages = (sys.modules[name] for name in ("wholestep", "torch"))
+    packages = (sys.modules[name] for name in ("wholestep", "torch", "sympy"))  # with which torch computes sizes
     return tuple(os.path.dirname(one.__file__ or "") + os.sep for one in packages)
 
 

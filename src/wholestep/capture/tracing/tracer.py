@@ -240,8 +240,7 @@ class Tracer:
         arguments = self._arguments = ArgumentWrites(args, kwargs, codes)
         grads = gradients_watched(self._recorders.note_gradient)
         states = self._context.lazy.watched()
-        generators = {key: name for key, (name, _) in self._context.reachable.generators.items()}
-        with calls_watched(generators), self._context.attributes.observed(), grads, states:
+        with calls_watched(self._context.reachable), self._context.attributes.observed(), grads, states:
             result = step(*args, **kwargs)
         if self._context.attributes.found:
             raise AttributesFound

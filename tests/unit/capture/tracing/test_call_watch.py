@@ -113,8 +113,10 @@ def test_what_is_told_of_collected_garbage_is_nothing_of_the_step() -> None:
     def tell(phase: str, info: dict[str, int]) -> None:
         time.perf_counter()
 
+    number = gc.get_threshold()[0] * 2
+
     def makes_garbage() -> None:
-        for _ in range(gc.get_threshold()[0] * 2):
+        for _ in range(number):
             ring: list[Any] = []
             ring.append(ring)
 
