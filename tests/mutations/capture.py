@@ -75,9 +75,9 @@ CAPTURE_MUTATIONS = (
     Mutation(
         name="types_of_symbols",
         what="code that asks type(size) is int is given the class of the symbol",
-        file="capture/tracing/patches.py",
-        old='        yield _put(scope, "type", NumberOrType)\n',
-        new='        yield _put(scope, "type", type)\n',
+        file="capture/scalars/symbol_views.py",
+        old='{"type": NumberOrType,',
+        new='{"type": type,',
         tests=("tests/unit/capture/scalars/test_symbol_views.py",),
     ),
     Mutation(
@@ -295,8 +295,8 @@ CAPTURE_MUTATIONS = (
         name="lengths_are_numbers",
         what="the length of a tensor is a constant",
         file="capture/scalars/symbol_views.py",
-        old='{"type": NumberOrType, "len": _length}',
-        new='{"type": NumberOrType}',
+        old=', "len": _length}',
+        new="}",
         tests=("tests/unit/capture/scalars/test_symbol_views.py::test_the_length_of_a_tensor_is_a_size_that_moves",),
     ),
     Mutation(
