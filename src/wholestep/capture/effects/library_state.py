@@ -30,7 +30,6 @@ from wholestep.capture.reach.reachable import Reachable
 
 _CONTAINERS = (dict, list, set, deque, ContextVar, *BUFFERS)
 _MAX_ITEMS = 4096
-_ROOTS = {"LOAD_FAST": "argument", "LOAD_GLOBAL": "global", "LOAD_DEREF": "argument"}
 _STEPS = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 _STORES = frozenset({"STORE_ATTR", "DELETE_ATTR"})
 _BETWEEN = frozenset({"COPY", "DUP_TOP", "CACHE", "EXTENDED_ARG"})
@@ -207,8 +206,8 @@ def _accesses(code: types.CodeType) -> Iterator[Access]:
     root: tuple[bool, str] | None = None
     chain: tuple[str, ...] = ()
     for one in dis.get_instructions(code):
-        if one.opname in _ROOTS:
-            root, chain = (one.opname == "LOAD_GLOBAL", one.argval), ()
+        if (loaded := _loaded(one)) is not None:
+            root, chain = loaded, ()
             if root[0]:
                 yield Access(True, "", (), one.argval, writes=False)
         elif one.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
@@ -219,3 +218,12 @@ def _accesses(code: types.CodeType) -> Iterator[Access]:
             root, chain = (root, (*chain, one.argval)) if one.opname in _STEPS else (None, ())
         elif one.opname not in _BETWEEN:
             root = None
+
+
+def _loaded(one: dis.Instruction) -> tuple[bool, str] | None:
+    """What an instruction loads last: whether it is a global, and its name; None if it loads no name."""
+    if one.opname == "LOAD_GLOBAL":
+        return True, one.argval
+    if one.opname != "LOAD_DEREF" and "LOAD_FAST" not in one.opname:
+        return None
+    return False, one.argval[-1] if isinstance(one.argval, tuple) else one.argval  # since Python 3.13 it may load two
