@@ -336,11 +336,11 @@ CAPTURE_MUTATIONS = (
     ),
     Mutation(
         name="forwards_not_noted",
-        what="a wrapper forgets that its last forward was one without gradients",
+        what="a wrapper forgets that no reduction followed its last forward",
         file="capture/bind/bind.py",
         old="            if ddp.changes_note(wrappers[number], is_awaited):",
         new="            if False:",
-        tests=(f"{REDUCED}[compiled_evaluations]",),
+        tests=(f"{REDUCED}[micro_batches_by_call]",),
     ),
     Mutation(
         name="ignored_buffers_broadcast",

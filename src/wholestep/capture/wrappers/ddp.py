@@ -42,7 +42,7 @@ FORWARD_KEY = "require_forward_param_sync"
 
 SETTINGS = (
     SYNC_KEY, "bucket_bytes_cap", "bucket_bytes_cap_default", "broadcast_buffers", "forward_sync_buffers",
-    "parameters_to_ignore", "process_group", "reducer", "mixed_precision", "training", "_join_config",
+    "parameters_to_ignore", "process_group", "mixed_precision", "training", "_join_config",
     "bucket_bytes_cap_list",
 )  # fmt: skip
 """Attributes that every trace depends on. The others move with eager calls, or change no number."""
@@ -130,6 +130,12 @@ def _is_among(tensor: torch.Tensor, others: list[torch.Tensor]) -> bool:
 def managed(wrappers: Iterable[DistributedDataParallel]) -> frozenset[int]:
     """ids of the parameters whose gradients these wrappers reduce."""
     return frozenset(id(param) for wrapper in wrappers for param in reduced_parameters(wrapper))
+
+
+def facts_of_reducer(wrapper: DistributedDataParallel) -> dict[str, Any]:
+    """What a trace depends on besides: the names of the parameters that the reducer has. They never change."""
+    has = managed([wrapper])
+    return {"reduced": tuple(name for name, one in wrapper.module.named_parameters() if id(one) in has)}
 
 
 class _Account(threading.local):
