@@ -17,6 +17,7 @@ from __future__ import annotations
 import _thread
 import functools
 import sys
+import threading
 import types
 from enum import Enum, auto
 from typing import Any
@@ -103,10 +104,12 @@ def compared() -> frozenset[Any]:
         if event == "c_call":
             found.add(function)
 
-    around = sys.getprofile()
-    sys.setprofile(note)
-    try:
+    def look() -> None:
+        sys.setprofile(note)
         torch_modes()
-    finally:
-        sys.setprofile(around)
+        sys.setprofile(None)
+
+    thread = threading.Thread(target=look)  # which has a profile function of its own: this one's may be somebody's
+    thread.start()
+    thread.join()
     return frozenset(found - {sys.setprofile})

@@ -63,9 +63,35 @@ inline int entered(PyObject* look, PyObject* enter, PyFrameObject* frame) {
   return done == nullptr ? -1 : 0;
 }
 
+// The profile function of somebody else, such as cProfile, which goes on to be told of everything.
+struct Profiler {
+  Py_tracefunc function;
+  PyObject* object;  // owned
+};
+
+inline Profiler& profiler_around() {
+  static Profiler around{nullptr, nullptr};
+  return around;
+}
+
+inline void take_profiler() {
+  const PyThreadState* thread = PyThreadState_Get();
+  Py_XINCREF(thread->c_profileobj);
+  profiler_around() = {thread->c_profilefunc, thread->c_profileobj};
+}
+
+inline void put_profiler_back() {
+  const Profiler around = profiler_around();
+  profiler_around() = {nullptr, nullptr};
+  PyEval_SetProfile(around.function, around.object);
+  Py_XDECREF(around.object);
+}
+
 // `hooks` is (look, ask, enter). `ask(frame, function)` is true where the function is allowed wherever it is called; it
 // raises where it is refused.
 inline int profile_calls(PyObject* hooks, PyFrameObject* frame, int what, PyObject* function) {
+  const Profiler& around = profiler_around();
+  if (around.function != nullptr && around.function(around.object, frame, what, function) < 0) return -1;
   if (what == PyTrace_CALL) return entered(PyTuple_GET_ITEM(hooks, 0), PyTuple_GET_ITEM(hooks, 2), frame);
   if (what != PyTrace_C_CALL) return 0;
   const PyMethodDef* entry = PyCFunction_Check(function) ? reinterpret_cast<PyCFunctionObject*>(function)->m_ml : nullptr;

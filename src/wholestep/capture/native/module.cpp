@@ -149,7 +149,13 @@ PyObject* watch_calls(PyObject*, PyObject* hooks) {
   PyObject *look, *ask, *enter;
   if (!PyArg_ParseTuple(hooks, "OOO", &look, &ask, &enter)) return nullptr;
   forget_codes();
+  take_profiler();
   PyEval_SetProfile(profile_calls, hooks);
+  Py_RETURN_NONE;
+}
+
+PyObject* unwatch_calls(PyObject*, PyObject*) {
+  put_profiler_back();
   Py_RETURN_NONE;
 }
 
@@ -172,7 +178,8 @@ PyMethodDef functions[] = {
     {"have_gradients", have_gradients, METH_O, "Of each tensor of a tuple whether it has a gradient."},
     {"watch_calls", watch_calls, METH_VARARGS,
      "watch_calls(look, ask, enter): asks about calls of C functions and tells of code that is entered, until "
-     "sys.setprofile(None)."},
+     "unwatch_calls(). A profiler that runs goes on."},
+    {"unwatch_calls", unwatch_calls, METH_NOARGS, "unwatch_calls(): nothing is asked any more."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition{PyModuleDef_HEAD_INIT, "fast_guards", "Guards of a step's state and arguments.", -1, functions};

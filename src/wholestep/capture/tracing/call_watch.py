@@ -55,19 +55,19 @@ def calls_watched(reachable: Reachable) -> Iterator[None]:
     if isinstance(around, tuple) or isinstance(getattr(around, "__self__", None), _Watch):  # of a capture around this
         yield
         return
-    if around is not None and not callable(around):
-        raise CaptureError("A profiler of C runs (cProfile), so that nobody sees which functions the step calls.")
     native = build.module()
+    if native is None and around is not None and not callable(around):
+        raise CaptureError("A profiler of C runs (cProfile), so that nobody sees which functions the step calls.")
     with gc_paused():  # what collects garbage calls functions of anybody, in the midst of the user's
         watch = _Watch(reachable)
         if native is None:
             sys.setprofile(watch.profile)
-        else:  # costs a trace next to nothing
+        else:  # costs a trace next to nothing, and a profiler that runs goes on
             native.watch_calls(code_kind, watch.allowed, watch.entered)
         try:
             yield
         finally:
-            sys.setprofile(around)
+            sys.setprofile(around) if native is None else native.unwatch_calls()
             watch.state.settle()
     if watch.found:
         raise watch.found[0]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import cProfile
 import math
+import pstats
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -37,7 +39,7 @@ def watched(
     try:
         yield
     finally:
-        sys.setprofile(None)
+        module.unwatch_calls()
 
 
 def test_an_allowed_function_is_asked_about_once(module: ModuleType) -> None:
@@ -126,3 +128,22 @@ def test_what_is_raised_where_code_is_looked_at_or_entered_ends_the_call(module:
         inner()
     with pytest.raises(TypeError):
         module.watch_calls(fails)
+
+
+def test_a_profiler_that_runs_goes_on(module: ModuleType) -> None:
+    """One of Python, and one of C as cProfile is on Python 3.11."""
+    seen: list[Any] = []
+    sys.setprofile(lambda frame, event, function: seen.append(function))
+    around = sys.getprofile()
+    try:
+        with watched(module, lambda frame, function: False):
+            time.perf_counter_ns()
+        assert sys.getprofile() is around
+    finally:
+        sys.setprofile(None)
+    assert time.perf_counter_ns in seen
+    profile = cProfile.Profile()
+    with profile, watched(module, lambda frame, function: False):
+        time.perf_counter_ns()
+    counts = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    assert any("perf_counter_ns" in name for _, _, name in counts)
