@@ -51,8 +51,14 @@ _COMPUTING = {
 }
 """Modules of C functions that have no state of their own, by the first part of their names, without underscores; and
 why they have none."""
-_STACK = frozenset({sys._getframe, sys.exc_info})
-"""Functions of a module of settings that show nothing but the running code: what the step has called."""
+_ASKING = frozenset(
+    {
+        sys._getframe, sys.exc_info, sys.getrecursionlimit, sys.is_finalizing, sys.getsizeof, sys.getrefcount,
+        sys.getdefaultencoding, sys.intern, _thread.get_ident,
+    }
+)  # fmt: skip
+"""Functions of modules of settings that set none and show nothing but the running code, its thread and its objects.
+Python's own library asks them in passing: ``inspect.signature`` how deep code may nest, for one."""
 _OUTSIDE = frozenset({print, input, open, breakpoint, _thread.start_new_thread})
 """Functions of these modules that do more; what another thread does is not watched."""
 
@@ -76,7 +82,7 @@ def kind_of(function: Any) -> Kind:
     package = module_of(function).partition(".")[0].strip("_")
     if package == torch.__name__:
         return Kind.NOTHING if owner is not torch._C or function in compared() else Kind.MORE
-    return Kind.NOTHING if package in _COMPUTING or function in _STACK else Kind.MORE
+    return Kind.NOTHING if package in _COMPUTING or function in _ASKING else Kind.MORE
 
 
 def module_of(function: Any) -> str:

@@ -165,16 +165,26 @@ _IMPORTS = frozenset(finder.find_spec.__code__.co_filename for finder in (Builti
 
 def _is_on_behalf_of_user(frame: types.FrameType | None) -> bool:
     """Whether the user's code called this, by itself or through libraries, and neither torch for a purpose of its own
-    nor an import. What torch logs is its own, also where a handler of the user's writes it."""
+    nor an import. What torch logs is its own, also where a handler of the user's writes it. So are kernels and modes of
+    the user's by which an operator is described: they are no part of the step's Python."""
     is_of_user = logs = False
     while frame is not None:
+        if frame.f_code.co_name == "__torch_dispatch__":
+            return False
         file = frame.f_code.co_filename
         if file in _IMPORTS:
             return False
         if file not in _TRANSPARENT:
             if not _is_of_interest(file):
-                return is_of_user and not logs
+                return is_of_user and not logs and not _is_in_operator(frame)
             logs = file == logging.__file__
             is_of_user = is_of_user or ("site-packages" not in file and not file.startswith(_STANDARD))
         frame = frame.f_back
     return is_of_user
+
+
+def _is_in_operator(frame: types.FrameType | None) -> bool:
+    """Whether this runs for an operator that a mode handles."""
+    while frame is not None and frame.f_code.co_name != "__torch_dispatch__":
+        frame = frame.f_back
+    return frame is not None
