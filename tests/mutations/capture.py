@@ -7,6 +7,7 @@ from mutations import Mutation
 GENERATORS = "tests/unit/capture/reach/test_generators.py::test_nothing_that_is_drawn_is_frozen"
 STATE = "tests/unit/capture/reach/test_train_state.py::test_the_step_sees_the_state_that_it_would_have_made"
 GRADIENTS = "tests/unit/capture/guards/test_argument_gradients.py::test_a_gradient_from_before_the_call_is_seen"
+WARM_SIZES = "tests/behaviour/warm/test_moving_sizes.py"
 SETTLED = "tests/behaviour/warm/test_settled_writes.py::test_what_a_step_sets_it_sets_again"
 ARRAYS = "tests/unit/capture/effects/test_written_arrays.py"
 
@@ -22,9 +23,9 @@ CAPTURE_MUTATIONS = (
     Mutation(
         name="types_of_symbols",
         what="code that asks type(size) is int is given the class of the symbol",
-        file="capture/tracing/patches.py",
-        old='        yield _put(scope, "type", NumberOrType)\n',
-        new='        yield _put(scope, "type", type)\n',
+        file="capture/scalars/symbol_views.py",
+        old='{"type": NumberOrType,',
+        new='{"type": type,',
         tests=("tests/unit/capture/scalars/test_symbol_views.py",),
     ),
     Mutation(
@@ -202,5 +203,59 @@ CAPTURE_MUTATIONS = (
         old="            _refuse_moved_modes(header.fingerprint)\n",
         new="",
         tests=(f"{SETTLED}[a switch of torch-True]",),
+    ),
+    Mutation(
+        name="conditions_make_constants",
+        what="a size for which a condition holds alone is a constant of all later traces",
+        file="capture/sizes/size_symbols.py",
+        old="        if self._is_condition:\n            return None\n",
+        new="",
+        tests=(
+            "tests/behaviour/moving_sizes/test_sizes.py::"
+            "test_a_condition_that_holds_for_one_size_leaves_the_others_one_trace",
+        ),
+    ),
+    Mutation(
+        name="errors_make_constants",
+        what="an error that the step raises for one batch makes its sizes constants of all later traces",
+        file="capture/retrace_policy.py",
+        old="            self._varying, self._constant = varying, constant\n",
+        new="",
+        tests=("tests/behaviour/moving_sizes/test_sizes.py::test_an_error_of_the_step_makes_no_size_a_constant",),
+    ),
+    Mutation(
+        name="saved_conditions_forgotten",
+        what="a trace of another process runs for sizes that its conditions exclude",
+        file="capture/sizes/size_symbols.py",
+        old="            self.evaluate_expr(condition)\n",
+        new="            pass\n",
+        tests=(f"{WARM_SIZES}::test_a_saved_trace_is_for_the_sizes_of_its_conditions_alone",),
+    ),
+    Mutation(
+        name="saved_constants_not_compared",
+        what="a trace of another process runs for another size than the one that had become a constant",
+        file="api/cache/warm_start.py",
+        old="        if (layouts := _constant_layouts(captured)) != body.constant:",
+        new="        if (layouts := body.constant) != body.constant:",
+        tests=(f"{WARM_SIZES}::test_a_size_that_has_become_a_constant_is_not_loaded_for_another_one",),
+    ),
+    Mutation(
+        name="lengths_are_numbers",
+        what="the length of a tensor is a constant",
+        file="capture/scalars/symbol_views.py",
+        old=', "len": _length}',
+        new="}",
+        tests=("tests/unit/capture/scalars/test_symbol_views.py::test_the_length_of_a_tensor_is_a_size_that_moves",),
+    ),
+    Mutation(
+        name="transforms_of_any_order",
+        what="a Fourier transform has the strides of the traced call for an argument with another order in memory",
+        file="capture/sizes/python_forms.py",
+        old="            _keep_order(args[0])\n",
+        new="",
+        tests=(
+            "tests/behaviour/moving_sizes/test_composed_operators.py::"
+            "test_a_transform_is_for_one_order_of_dims_in_memory",
+        ),
     ),
 )

@@ -352,9 +352,8 @@ class Stages:
         if not self.uses_cache or self.is_parallel:
             why = "steps of DTensors" if self.is_parallel else "those of the older surface"
             return CacheLookup(fingerprint=None, step=None, why_not=f"{why} are captured in every process")
-        if marked_sizes(args, kwargs, self.options.dynamic):
-            return CacheLookup(fingerprint=None, step=None, why_not="sizes that move are captured in every process")
-        return self.cache.lookup(args, kwargs, self._cache_context(), first)
+        moving = self.retraces.moving_sizes(marked_sizes(args, kwargs, self.options.dynamic))
+        return self.cache.lookup(args, kwargs, self._cache_context(), first, moving)
 
     def _load(self, lookup: CacheLookup, cached: CachedStep) -> Entry:
         """Makes an entry of a saved step, without capture, placement and passes."""

@@ -60,6 +60,11 @@ class RetracePolicy:
         """A sentence for each dim of an argument that moves and is a constant all the same."""
         return [why for key, why in self._constant.items() if isinstance(key, ArgumentSize)]
 
+    def moving_sizes(self, marked: Collection[ArgumentSize]) -> list[ArgumentSize]:
+        """The dims that are to be symbols in the next trace. `marked`: those which the user wants to be."""
+        found = [*marked, *(one for one in self._varying.values() if isinstance(one, ArgumentSize))]
+        return [one for one in dict.fromkeys(found) if one not in self._constant]
+
     def allow(self, reason: str | None) -> None:
         """Counts one more, or none without a reason. Raises RetraceLimitError if there were enough, and CaptureError
         where a tensor is another one again."""
@@ -100,23 +105,42 @@ class RetracePolicy:
         `sizes`: of arguments, that are to be symbols although they have not moved yet.
         """
         self._varying |= {one: one for one in sizes if one not in self._constant}
-        found = self._captured(capture)
-        while found.constant_sizes:  # without them the trace is one of plain numbers
-            found.undo()
-            for size, why in found.constant_sizes.items():
-                self._varying.pop(size, None)
-                self._constant[size] = f"{_name(size)} is a constant: {why}"
-                log.warning("%s: %s.", getattr(self._step, "__name__", self._step), self._constant[size])
+        here: dict[Hashable, VaryingValue] = {}
+        try:
             found = self._captured(capture)
+            while found.constant_sizes:  # without them the trace is one of plain numbers
+                found.undo()
+                for size, why in found.constant_sizes.items():
+                    self._varying.pop(size, None)
+                    if why is None:
+                        here[size] = size
+                        continue
+                    self._constant[size] = f"{_name(size)} is a constant: {why}"
+                    log.warning("%s: %s.", getattr(self._step, "__name__", self._step), self._constant[size])
+                found = self._captured(capture)
+        finally:
+            self._varying |= here  # sizes that are constants of this trace alone
         return found
 
     def _captured(self, capture: Callable[[Collection[VaryingValue]], Captured]) -> Captured:
+        varying, constant = dict(self._varying), dict(self._constant)
         try:
             return _checked(capture, self._varying.values())
         except Exception as error:  # a symbol is no int: what the user's code asks of it may raise anything
             if not self._varying:
                 raise
-            groups, self._varying, first = _groups(self._varying), {}, error
+            first = error
+        try:
+            return self._with_those_that_can_be(capture, first)
+        except Exception:  # the step raises it for this call, with symbols and without: it tells nothing of them
+            self._varying, self._constant = varying, constant
+            raise
+
+    def _with_those_that_can_be(
+        self, capture: Callable[[Collection[VaryingValue]], Captured], first: Exception
+    ) -> Captured:
+        """What `capture` gives with those inputs with which it gives something; `first` is what it raised with all."""
+        groups, self._varying = _groups(self._varying), {}
         for group in groups:
             try:
                 if len(groups) == 1:

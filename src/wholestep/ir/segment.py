@@ -29,6 +29,8 @@ class Segment:
     """Gives `module`, always the same. A process that runs what another one has compiled asks few segments for it."""
     told: str = ""
     """What `read` gives does, as `likeness` says it; empty where that is found out when it is asked for."""
+    told_sizes: tuple[Any, ...] = ()
+    """`sizes`, where `told` is not empty."""
     stored: tuple[tuple[int, int], ...] = ()
     """(argument, result) pairs: the result is written to the argument's memory, and None stands in its place."""
 
@@ -74,10 +76,17 @@ class Segment:
 
         Segments that are alike have as many, which stand for the same in each.
         """
+        return tuple(one.node.expr for one in self.sizes)
+
+    @functools.cached_property
+    def sizes(self) -> tuple[torch.SymInt, ...]:
+        """The numbers that these symbols are."""
         if self.told:
-            return ()  # of another process, to which symbols do not travel
+            return self.told_sizes
         arguments = self.graph.find_nodes(op="placeholder")
-        return tuple(symbols_of(number for node in arguments for number in numbers_of(node_meta.value(node))))
+        numbers = [number for node in arguments for number in numbers_of(node_meta.value(node))]
+        shapes: Any = next((one.node.shape_env for one in numbers if isinstance(one, torch.SymInt)), None)
+        return tuple(shapes.create_symintnode(one, hint=shapes.size_of[one].hint) for one in symbols_of(numbers))
 
     def __call__(self, arguments: list[Any]) -> list[Any]:
         """Runs the nodes in order. Results that are stored are written behind the last of them.

@@ -25,6 +25,7 @@ from wholestep.ir import node_meta
 from wholestep.ir.lazy_graph_module import module_of
 from wholestep.ir.printer import attribute
 from wholestep.ir.segment import Segment
+from wholestep.ir.sizes import is_data
 from wholestep.util.lazy_import import lazy_import
 
 source = lazy_import("torch._dynamo.source")
@@ -55,7 +56,7 @@ def dumps(thing: Any) -> bytes:
     """`thing` as bytes: programs, segments, graphs, and whatever pickle takes.
 
     Raises:
-        NotPortable: for what is tied to this process: a size that is data, the number of a rank, a local function.
+        NotPortable: for what is tied to this process: a tensor whose size is data, a local function.
     """
     made = io.BytesIO()
     try:
@@ -65,9 +66,12 @@ def dumps(thing: Any) -> bytes:
     return made.getvalue()
 
 
-def loads(data: bytes) -> Any:
-    """What `dumps` was given. It runs what the bytes say, so they must be one's own."""
-    return _Reader(io.BytesIO(data)).load()
+def loads(data: bytes, shapes: SavedShapes | None = None) -> Any:
+    """What `dumps` was given. It runs what the bytes say, so they must be one's own.
+
+    `shapes`: knows the sizes of arguments that move, by name; without any a shape environment is made.
+    """
+    return _Reader(io.BytesIO(data), SavedShapes() if shapes is None else shapes).load()
 
 
 _PLAIN = frozenset({str, int, float, bool, type(None), tuple, list, dict, type})
@@ -81,6 +85,7 @@ class _Writer(pickle.Pickler):
         super().__init__(file, protocol)
         self._storages: dict[int, int] = {}
         self._facts: dict[Any, Any] = {}
+        self._expressions: dict[Any, bytes] = {}
 
     def persistent_id(self, thing: Any) -> Any:
         if type(thing) in _PLAIN:  # each question below takes its time
@@ -100,34 +105,39 @@ class _Writer(pickle.Pickler):
         if isinstance(thing, torch.SymInt) and not thing.node.has_hint():
             return ("count",)
         if isinstance(thing, torch.SymInt):
-            return _of_ranks(thing)
-        return None
+            return self._number(thing)
+        return ("shapes",) if thing is _SHAPES else None
 
     def reducer_override(self, thing: Any) -> Any:
         if isinstance(thing, fx.GraphModule):
             return _graph_module, self._written(thing)
         if isinstance(thing, Segment):
-            return _segment, (thing.name, dumps(thing.module), thing.does, thing.stored)
+            facts = {"name": thing.name, "told": thing.does, "stored": thing.stored, "told_sizes": thing.sizes}
+            return _segment, (dumps(thing.module), _SHAPES, facts)
         if isinstance(thing, pytree.TreeSpec):
             return _structure, ((thing.type, thing.context, thing.children()) if thing.type is not None else ())
         return NotImplemented
 
     def _layout(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        offset = tensor.storage_offset() if _is_strided(tensor) else 0
-        start = _of_ranks(offset) if isinstance(offset, torch.SymInt) and offset.node.has_hint() else offset
-        numbers = (*tensor.shape, *tensor.stride()) if _is_strided(tensor) else (None,)
-        if (
-            isinstance(start, torch.SymInt)
-            or not all(isinstance(number, int) for number in numbers)
-            or tensor.is_conj()
-            or tensor.is_neg()
-        ):
+        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
             raise NotPortable(f"it holds a tensor whose layout is no plain one: {tensor}")
+        if any(map(is_data, (*tensor.shape, *tensor.stride(), tensor.storage_offset()))):
+            raise NotPortable(f"it holds a tensor whose size is data: {tensor}")
         storage, device = tensor.untyped_storage(), tensor.device
+        shape, strides = (tuple(map(self._number, numbers)) for numbers in (tensor.shape, tensor.stride()))
         return (
-            self._storages.setdefault(storage._cdata, len(self._storages)), int(storage.nbytes()), tensor.dtype,
-            tuple(tensor.shape), tensor.stride(), start, self._facts.setdefault(device, device),
+            self._storages.setdefault(storage._cdata, len(self._storages)), self._number(storage.nbytes()),
+            tensor.dtype, shape, strides, self._number(tensor.storage_offset()), self._facts.setdefault(device, device),
         )  # fmt: skip
+
+    def _number(self, number: int | torch.SymInt) -> Any:
+        """A number as it is; one computed from ranks or from sizes of arguments as an expression of them by name."""
+        if isinstance(number, int):
+            return number
+        expression = number.node.expr
+        if expression not in self._expressions:
+            self._expressions[expression] = pickle.dumps(portable(expression, number.node.shape_env))
+        return ("computed", self._expressions[expression])
 
     def _written(self, module: fx.GraphModule) -> tuple[list[tuple[Any, ...]], dict[str, Any]]:
         numbers = {node: number for number, node in enumerate(module.graph.nodes)}
@@ -149,27 +159,46 @@ class _Writer(pickle.Pickler):
         }
 
 
-def _of_ranks(number: torch.SymInt) -> tuple[Any, ...]:
-    """A number that is computed from ranks of this process, as an expression of them. Raises NotPortable for others."""
-    expression, sources = number.node.expr, number.node.shape_env.var_to_sources
-    names = {one: next(map(_constant_name, sources.get(one, ())), "") for one in expression.free_symbols}
+_SHAPES = object()
+"""Stands for the shape environment of the reader."""
+
+
+def portable(expression: Any, shapes: ShapeEnv) -> Any:
+    """An expression of torch's sympy, in which ranks and sizes of arguments are symbols with names that other
+    processes know. Raises NotPortable for other numbers."""
+    names = {one: next(map(_name, shapes.var_to_sources.get(one, ())), "") for one in expression.free_symbols}
     if not all(names.values()):
-        raise NotPortable(f"it holds {number}, a number that depends on data")
+        raise NotPortable(f"it holds {expression}, a number that depends on data")
     symbols = {one: sympy.Symbol(name, integer=True, nonnegative=True) for one, name in names.items()}
-    return ("ranks", pickle.dumps(expression.xreplace(symbols)))
+    return expression.xreplace(symbols)
 
 
-def _constant_name(origin: Any) -> str:
-    """The name of a number that is the same in all calls of a process, as its rank is."""
+def _name(origin: Any) -> str:
+    """The name of a number of this project's: that of a rank, or a size of an argument."""
     return str(origin.source_name) if isinstance(origin, source.ConstantSource) else ""
 
 
-def _is_strided(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided
-
-
-class _Shapes(ShapeEnv):
+class SavedShapes(ShapeEnv):
     """Knows where its symbols come from, and tells nobody: to find and log a line, torch would import its compiler."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.named: dict[str, Any] = {}
+        """Symbols by the names that `portable` gives."""
+
+    def computed(self, expression: Any) -> Any:
+        """The number that an expression of `portable` is here."""
+        known = {one: self._symbol_named(one.name) for one in expression.free_symbols}
+        made = expression.xreplace({one: number.node.expr for one, number in known.items()})
+        hints = {one: sympy.Integer(number.node.hint) for one, number in known.items()}
+        return self.create_symintnode(made, hint=int(expression.xreplace(hints)))
+
+    def _symbol_named(self, name: str) -> Any:
+        if name not in self.named:
+            # What a process is among others is told at every call; here it is a number like any other.
+            origin = source.ConstantSource(name)
+            self.named[name] = self.create_unspecified_symint_and_symbol(0, origin, DimDynamic.DYNAMIC)
+        return self.named[name]
 
     def _get_stack_summary(self, is_debug: bool = False, framework_loc: str | None = None) -> Any:
         return super()._get_stack_summary(is_debug, framework_loc or "a program that was saved")
@@ -180,16 +209,16 @@ class _Shapes(ShapeEnv):
 class _Reader(pickle.Unpickler):
     """Makes fake tensors in one mode of its own."""
 
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, shapes: SavedShapes) -> None:
         super().__init__(file)
-        self._shape_env = _Shapes()
+        self._shape_env = shapes
         self._mode = FakeTensorMode(shape_env=self._shape_env, allow_non_fake_inputs=True)
         self._storages: dict[int, torch.UntypedStorage] = {}
         # One symbol for all numbers of the host: which one it is was told by the node that gives it, here as there.
         self._number = functools.cache(self._shape_env.create_unbacked_symfloat)
         self._truth = functools.cache(self._shape_env.create_unbacked_symbool)
         self._count = functools.cache(self._shape_env.create_unbacked_symint)
-        self._rank = functools.cache(self._new_rank)
+        self._computed = functools.cache(lambda data: shapes.computed(pickle.loads(data)))
 
     def persistent_load(self, mark: Any) -> Any:
         kind, *rest = mark
@@ -200,37 +229,31 @@ class _Reader(pickle.Unpickler):
             "number": self._number,
             "truth": self._truth,
             "count": self._count,
-            "ranks": self._of_ranks,
+            "computed": self._computed,
+            "shapes": lambda: self._shape_env,
         }
         return makers[kind](*rest)
 
-    def _new_rank(self, name: str) -> Any:
-        # What a process is among others is told at every call; here it is a number like any other.
-        return self._shape_env.create_unspecified_symint_and_symbol(0, source.ConstantSource(name), DimDynamic.DYNAMIC)
+    def _of(self, number: Any) -> Any:
+        return self._computed(number[1]) if isinstance(number, tuple) else number
 
-    def _of_ranks(self, data: bytes) -> Any:
-        expression = pickle.loads(data)
-        known = {one: self._rank(one.name) for one in expression.free_symbols}
-        made = expression.xreplace({one: rank.node.expr for one, rank in known.items()})
-        hint = int(expression.xreplace(dict.fromkeys(known, sympy.Integer(0))))
-        return self._shape_env.create_symintnode(made, hint=hint)
-
-    def _fake(self, number: int, num_bytes: int, dtype: torch.dtype, *layout: Any) -> torch.Tensor:
+    def _fake(self, number: int, num_bytes: Any, dtype: torch.dtype, *layout: Any) -> torch.Tensor:
         shape, stride, offset, device = layout
-        if isinstance(offset, tuple):
-            offset = self._of_ranks(*offset[1:])
-        if number not in self._storages:
-            self._storages[number] = torch.empty(num_bytes, dtype=torch.uint8, device="meta").untyped_storage()
-        made = torch.empty(0, dtype=dtype, device="meta").set_(self._storages[number], offset, shape, stride)
-        return FakeTensor(self._mode, made, device)
+        with self._shape_env.suppress_guards():  # what torch asks here is no condition of a trace
+            if number not in self._storages:
+                made = torch.empty(self._of(num_bytes), dtype=torch.uint8, device="meta")
+                self._storages[number] = made.untyped_storage()
+            shape, stride = (list(map(self._of, numbers)) for numbers in (shape, stride))
+            made = torch.empty(0, dtype=dtype, device="meta")
+            return FakeTensor(self._mode, made.set_(self._storages[number], self._of(offset), shape, stride), device)
 
 
 def _structure(kind: Any = None, context: Any = None, children: list[pytree.TreeSpec] | None = None) -> Any:
     return pytree.tree_structure(0) if kind is None else pytree.TreeSpec(kind, context, children or [])
 
 
-def _segment(name: str, data: bytes, told: str, stored: tuple[tuple[int, int], ...]) -> Segment:
-    return Segment(name=name, read=functools.cache(functools.partial(loads, data)), told=told, stored=stored)
+def _segment(data: bytes, shapes: SavedShapes, facts: dict[str, Any]) -> Segment:
+    return Segment(read=functools.cache(functools.partial(loads, data, shapes)), **facts)
 
 
 def _op(namespace: str, name: str, overload: str) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._decomp import decomposition_table
 
 import wholestep as ws
+from tests.behaviour.moving_sizes.conditions import conditions
 
 F = nn.functional
 WIDTH = 4
@@ -58,6 +59,43 @@ def equal_calls(function: Callable[[Tensor], Tensor]) -> ws.CompiledStep:
         assert torch.equal(wanted, ours(*sides[1], x)), number
         assert all(map(torch.equal, sides[0][0].parameters(), sides[1][0].parameters())), number
     return ours
+
+
+TRANSFORMED: dict[str, Callable[[Tensor], Tensor]] = {
+    "of one dim": lambda x: torch.fft.fft(x, dim=0).abs(),
+    "of two dims": lambda x: torch.fft.fft2(x, dim=(0, 3)).real,
+    "of real numbers": lambda x: torch.fft.rfft2(x).abs(),
+    "and back": lambda x: torch.fft.irfft(torch.fft.rfft(x, dim=2), n=x.shape[2], dim=2),
+    "of another order in memory": lambda x: torch.fft.rfft(x.permute(3, 0, 2, 1), dim=2).abs().flatten(1),
+    "over time": lambda x: torch.stft(
+        x.flatten(1), 8, hop_length=4, window=torch.hann_window(8), return_complex=True
+    ).abs(),
+}
+
+
+DESCRIBED_OTHERWISE = torch.__version__ < "2.12"
+"""torch 2.11 says other strides of transforms than its kernels give, of constant sizes too."""
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_one_trace_for_transforms_of_all_sizes(name: str) -> None:
+    if DESCRIBED_OTHERWISE and name == "of another order in memory":
+        pytest.skip("strides of torch 2.11")
+    assert equal_calls(TRANSFORMED[name]).cache_info().traces == 1
+
+
+@pytest.mark.skipif(DESCRIBED_OTHERWISE, reason="strides of torch 2.11")
+def test_a_transform_is_for_one_order_of_dims_in_memory() -> None:
+    """Strides of an argument that none of its sizes give: what is given has its dims in the order of the argument."""
+
+    def step(x: Tensor) -> Tensor:
+        return torch.fft.fft(x, dim=2).flatten()  # a view of one order, a copy of another
+
+    ours = ws.compile(step, backend="eager", fullgraph=True, dynamic=True)
+    for strides in ((400, 20, 1), (20, 400, 1), (800, 40, 1)):
+        x = torch.randn(2000, dtype=torch.complex64).as_strided((3, 4, 5), strides)
+        assert torch.equal(ours(x), step(x))
+        assert any("stride(0) <= " in text or "stride(1) <= " in text for text in conditions(ours))
 
 
 @pytest.mark.parametrize("function", [transposed, attention])

@@ -131,3 +131,22 @@ def test_an_int_that_did_nothing_twice_may_decide_a_shape_the_third_time() -> No
         return step
 
     trained(make, batch)
+
+
+def test_a_call_that_gives_another_number_of_tensors_is_another_path() -> None:
+    """As many parts as the size of the call has fives: two in the first calls, then three."""
+    sizes = [7, 9, 8, 6, 13, 7, 12, 4, 9, 10, 11, 2]
+
+    def sized(call: int) -> tuple[Tensor, ...]:
+        return (torch.randn(sizes[call], 4, generator=torch.Generator().manual_seed(call)),)
+
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> Tensor:
+            parts = training.model(x).split(5)
+            training.notes.append(len(parts))
+            losses = [(place + 1) * part.square().mean() for place, part in enumerate(parts)]
+            return training.update(torch.stack(losses).sum())
+
+        return step
+
+    trained(make, sized)

@@ -138,6 +138,42 @@ def added(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
     return train(model, opt, x, y + x[..., None])
 
 
+def halves(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Of two words, each half has one: torch computes and lays out that size otherwise."""
+    first, second = (model(x) * y).chunk(2, dim=1)
+    loss = first.sum() + (2 * second).sum()
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return loss.detach()
+
+
+def test_a_condition_that_holds_for_one_size_leaves_the_others_one_trace() -> None:
+    ours = compiled(halves)
+    equal_calls(ours, halves, [batch(4, length) for length in (7, 2, 9, 12, 5, 30, 2, 7)])
+    assert ours.cache_info().traces == 3
+    assert ours.explain().sizes.constant == ()
+
+
+def test_an_error_of_the_step_makes_no_size_a_constant() -> None:
+    """It is raised with symbols and without, and tells nothing of them."""
+
+    def checked(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
+        if x.shape[1] < 1:
+            raise ValueError("no words")
+        return train(model, opt, x, y)
+
+    ours, one, other = compiled(checked), make(), make()
+    for length in (7, 0, 9, 12, 0, 5, 30):
+        x, y = batch(4, length)
+        if length:
+            assert torch.equal(train(*one, x, y), ours(*other, x, y)), length
+        else:
+            with pytest.raises(ws.CaptureError, match="no words"):
+                ours(*other, x, y)
+    assert ours.cache_info().traces == 2
+
+
 def test_sizes_that_were_equal_and_are_not() -> None:
     ours = compiled(added)
     calls = [batch(4, 7), batch(4, 9), batch(4, 12), (batch(4, 1)[0], batch(4, 12)[1]), batch(4, 5)]

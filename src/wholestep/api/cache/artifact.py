@@ -25,14 +25,22 @@ from typing import Any
 from wholestep.api.cache.records import Fingerprint, Header
 from wholestep.errors import ArtifactError
 
-MAGIC = b"wholestep step, format 2\n"
+MAGIC = b"wholestep step, format 3\n"
 """The first line. Its number goes up with every change of what is pickled, so that no version misreads another."""
-_MAX_FILES = 8  # files per step and rank in the cache
+_MAX_FILES = 16  # files per step and rank in the cache
 
 
-def file_name(step: str, fingerprint: Fingerprint) -> str:
-    """The name of a file in the cache: ``train_step-<digest of the step>-<digest of the fingerprint>``."""
-    return f"{file_prefix(step)}{_digest(json.dumps(list(fingerprint.items())))}"
+def file_name(step: str, fingerprint: Fingerprint, plan: str) -> str:
+    """The name of a file in the cache: ``train_step-<digest of the step>-<of the fingerprint>-<of the plan>``.
+
+    `plan`: tells apart what calls with this fingerprint run.
+    """
+    return f"{name_of_all(step, fingerprint)}{_digest(plan)[:12]}"
+
+
+def name_of_all(step: str, fingerprint: Fingerprint) -> str:
+    """The beginning of the names of all files with this fingerprint."""
+    return f"{file_prefix(step)}{_digest(json.dumps(list(fingerprint.items())))}-"
 
 
 def file_prefix(step: str) -> str:

@@ -24,7 +24,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import date, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
@@ -39,6 +39,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from wholestep.capture.functionalize.alias_checks import overlaps
 from wholestep.capture.functionalize.storage_resize import num_bytes
+from wholestep.capture.guards.size_guards import any_size
 from wholestep.capture.guards.state_guards import modes
 from wholestep.capture.guards.tensor_layout import describe, first_aliases
 from wholestep.capture.python.class_attributes import functions_in
@@ -134,7 +135,7 @@ class _ObjectWriter:
         aliases = iter(first_aliases(context.leaves, context.is_data))
         for number, (leaf, is_data) in enumerate(zip(context.leaves, context.is_data, strict=True)):
             text = (
-                f"{_tensor(leaf)}, the same as {next(aliases)}"
+                f"{_tensor(leaf, context.moving.get(id(leaf), ()))}, the same as {next(aliases)}"
                 if is_data
                 else self.described(f"argument {number}", leaf)
             )
@@ -347,10 +348,17 @@ def _method(function: Any) -> str:
     return _shortened(f"{name} {' '.join(map(digest_of_code, codes))} {seen!r}")
 
 
-def _tensor(tensor: torch.Tensor) -> str:
-    kind, dtype, shape, stride, *rest = describe(tensor)
+def _tensor(tensor: torch.Tensor, moving: Collection[int] = ()) -> str:
+    """A tensor without its numbers. Sizes of dims that move are -1; its strides are compared with theirs by guards."""
+    return layout_text(any_size(describe(tensor), moving), has_any_strides=bool(moving))
+
+
+def layout_text(description: tuple[Any, ...], *, has_any_strides: bool = False) -> str:
+    """What `describe` gives of a tensor, as text."""
+    kind, dtype, shape, stride, *rest = description
     rest = rest[:7]  # without the address of a part
-    return f"{kind.__module__}.{kind.__qualname__} {dtype} {list(shape)} {list(stride)} {' '.join(map(str, rest))}"
+    strides = "any" if has_any_strides else list(stride)
+    return f"{kind.__module__}.{kind.__qualname__} {dtype} {list(shape)} {strides} {' '.join(map(str, rest))}"
 
 
 def _array(array: np.ndarray[Any, Any]) -> str:

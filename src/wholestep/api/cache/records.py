@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from wholestep.capture.bind.captured import BindingSpec, Captured
+from wholestep.capture.reach.arguments import ArgumentSize
 from wholestep.capture.reach.train_state import CutState
+from wholestep.capture.sizes.size_symbols import SavedSizes
 from wholestep.ir.program import Program, Stage
 from wholestep.lower.base.protocol import Backend
 from wholestep.runtime.compression_state import CompressionState
@@ -39,6 +41,12 @@ class SavedStep:
 
     programs: Mapping[str, bytes]
     spec: BindingSpec
+    moving: tuple[ArgumentSize, ...]
+    """The dims that were to be symbols when it was captured."""
+    sizes: SavedSizes | None
+    """Those that are, and on what conditions; None where no size moves."""
+    constant: tuple[Line, ...]
+    """The arguments whose sizes are constants: the facts leave out the size of a dim that was to move."""
     plan: str
     choices: Mapping[str, Any]
     """Rank 0's answers, by question."""
@@ -81,12 +89,14 @@ class CacheLookup:
     step: CachedStep | None
     why_not: str
     """Why there is no step; empty where there is one."""
+    moving: tuple[ArgumentSize, ...] = ()
+    """Dims of arguments of which the facts do not say the size."""
 
     def without_step(self, why_not: str) -> CacheLookup:
         """The same as a miss; undoes what binding the saved step has changed."""
         if self.step is not None:
             self.step.captured.undo()
-        return CacheLookup(fingerprint=self.fingerprint, step=None, why_not=why_not)
+        return replace(self, step=None, why_not=why_not)
 
     def without_kernels(self) -> CacheLookup:
         """The same without the bytes of kernels, which the backend has by then."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,23 +21,29 @@ from typing import Any
 
 from wholestep.api.cache import artifact
 from wholestep.api.cache.fingerprint import costs_now, difference, environment_lines, environment_of, fingerprint_of
-from wholestep.api.cache.object_fingerprint import NotComparable, mode_lines
+from wholestep.api.cache.object_fingerprint import NotComparable, layout_text, mode_lines
 from wholestep.api.cache.records import (
     CacheContext,
     CachedStep,
     CacheLookup,
     Fingerprint,
     Header,
+    Line,
     SavedStep,
     StepToSave,
 )
 from wholestep.capture.bind.bind import bind
-from wholestep.capture.bind.captured import resolve_scalars
+from wholestep.capture.bind.captured import Captured, resolve_scalars
+from wholestep.capture.guards.argument_guards import TensorArgumentGuard
 from wholestep.capture.guards.environment import Environment, edited
+from wholestep.capture.guards.size_guards import SizeConditions, SizeGuard
+from wholestep.capture.reach.arguments import ArgumentSize
 from wholestep.capture.reach.step_context import StepContext
+from wholestep.capture.sizes.size_symbols import RestoredSizes, SavedSizes
 from wholestep.errors import ArtifactError, WholestepError
 from wholestep.ir import serializer
 from wholestep.ir.program import Program, Stage
+from wholestep.ir.serializer import SavedShapes
 from wholestep.runtime.distributed.rendezvous import Rendezvous
 from wholestep.runtime.distributed.world import World
 from wholestep.runtime.options import Options
@@ -52,12 +58,14 @@ CACHE = "WHOLESTEP_CACHE"
 class LazyPrograms(Mapping[Stage, Program]):
     """The program at each stage, read when it is asked for. Raises ArtifactError for one that cannot be read here."""
 
-    def __init__(self, serialized: Mapping[str, bytes]) -> None:
-        self._serialized, self._programs = dict(serialized), dict[Stage, Program]()
+    def __init__(self, serialized: Mapping[str, bytes], shapes: SavedShapes | None = None) -> None:
+        """`shapes`: as for `serializer.loads`."""
+        self._serialized, self._programs, self._shapes = dict(serialized), dict[Stage, Program](), shapes
 
     def __getitem__(self, stage: Stage) -> Program:
         if stage not in self._programs:
-            self._programs[stage] = _unpickled(self._serialized[stage.value], f"the {stage.value} program")
+            data, what = self._serialized[stage.value], f"the {stage.value} program"
+            self._programs[stage] = _unpickled(data, what, self._shapes)
         return self._programs[stage]
 
     def __iter__(self) -> Iterator[Stage]:
@@ -76,16 +84,26 @@ class StepCache:
         self.name = name_of(step)
 
     def lookup(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], context: CacheContext, first: Rendezvous | None
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        context: CacheContext,
+        first: Rendezvous | None,
+        moving: Sequence[ArgumentSize] = (),
     ) -> CacheLookup:
         """The saved step that fits this call, where every rank has found one. Nothing of the user's is changed.
 
-        `first`: where the ranks meet in their first call; None in later ones, in which several ranks load nothing.
+        Args:
+            args, kwargs: of the call.
+            context: what a step depends on besides.
+            first: where the ranks meet in their first call; None in later ones, in which several ranks load nothing.
+            moving: dims of arguments that are to be symbols in a trace of this call.
 
         Raises ArtifactError where the user has named a file for the first call, and it does not fit.
         """
         world, name = context.world, self.name.rpartition(".")[2].rpartition(":")[2]
-        lookup = self._lookup_on_this_rank(args, kwargs, context, may_load=first is not None or world.size == 1)
+        call = partial(StepContext, self._step, args, kwargs, cut_state=context.cut_state)
+        lookup = self._lookup_on_this_rank(call, context, moving, may_load=first is not None or world.size == 1)
         why_not = lookup.why_not
         if first is not None:
             try:
@@ -102,10 +120,17 @@ class StepCache:
         return lookup
 
     def _lookup_on_this_rank(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], cache_context: CacheContext, *, may_load: bool
+        self,
+        call: Callable[..., StepContext],
+        cache_context: CacheContext,
+        moving: Sequence[ArgumentSize],
+        *,
+        may_load: bool,
     ) -> CacheLookup:
         try:
-            with StepContext(self._step, args, kwargs, cut_state=cache_context.cut_state) as context:
+            if self._path is not None and may_load:
+                moving = _saved_step(self._path, artifact.read(self._path)[1]).moving
+            with call(moving) as context:
                 fingerprint = fingerprint_of(context, cache_context)
                 try:
                     if self._path is None and not is_enabled():
@@ -113,10 +138,10 @@ class StepCache:
                     if not may_load:
                         raise ArtifactError("only the first signature of a step is looked for on several ranks.")
                     step = self._load(context, fingerprint, cache_context)
-                    return CacheLookup(fingerprint=fingerprint, step=step, why_not="")
+                    return CacheLookup(fingerprint=fingerprint, step=step, why_not="", moving=tuple(moving))
                 except ArtifactError as error:
                     context.lazy.discard()
-                    return CacheLookup(fingerprint=fingerprint, step=None, why_not=str(error))
+                    return CacheLookup(fingerprint=fingerprint, step=None, why_not=str(error), moving=tuple(moving))
         except NotComparable as error:
             why_not = f"{error}. It cannot be compared in another process."
         except WholestepError as error:  # the capture will say it better
@@ -128,7 +153,19 @@ class StepCache:
 
     def _load(self, context: StepContext, fingerprint: Fingerprint, cache_context: CacheContext) -> CachedStep:
         """The saved step that fits. Raises ArtifactError."""
-        path = self._path or self._cache_path(fingerprint)
+        if self._path is not None:
+            return self._load_file(self._path, context, fingerprint, cache_context)
+        why_not: ArtifactError | None = None
+        for path in self._cache_paths(fingerprint):  # of other sizes or branches, which guards tell apart
+            try:
+                return self._load_file(path, context, fingerprint, cache_context)
+            except ArtifactError as error:
+                why_not = why_not or error
+        raise why_not or ArtifactError(f"{artifact.folder()} holds no {self.name}.")
+
+    def _load_file(
+        self, path: Path, context: StepContext, fingerprint: Fingerprint, cache_context: CacheContext
+    ) -> CachedStep:
         header, data = artifact.read(path)
         if why_not := difference(header.fingerprint, fingerprint):
             raise ArtifactError(f"{path} was saved for something else. {why_not}.")
@@ -137,10 +174,15 @@ class StepCache:
         now = environment_lines(environment_of(header).now(), costs)
         if why_not := difference(header.environment, now):
             raise ArtifactError(f"{path} was saved for something else. {why_not}.")
-        programs = LazyPrograms(body.programs)
+        sizes = None if body.sizes is None else RestoredSizes(body.sizes)
+        programs = LazyPrograms(body.programs, sizes)
         programs[Stage.SCHEDULED]  # what runs can be read, or nothing is begun
         context.count(resolve_scalars(body.spec.reads.scalars, context))
-        captured = bind(partial(programs.__getitem__, Stage.CAPTURED), body.spec, context)
+        _move(context, body.sizes, path)
+        captured = bind(partial(programs.__getitem__, Stage.CAPTURED), body.spec, context, sizes)
+        if (layouts := _constant_layouts(captured)) != body.constant:  # guards are of what there is now
+            captured.undo()
+            raise ArtifactError(f"{path} was saved for arguments {body.constant}, not {layouts}.")
         if why_not := captured.guards.why_not(context.leaves, context.spec):
             raise ArtifactError(
                 f"{path} was saved for another state of the training. {why_not[0].upper()}{why_not[1:]}."
@@ -149,14 +191,15 @@ class StepCache:
             captured=captured, programs=programs, plan=body.plan, choices=body.choices, kernels=body.kernels, path=path
         )
 
-    def _cache_path(self, fingerprint: Fingerprint) -> Path:
-        """The file of the cache with this fingerprint. Raises ArtifactError, with what the newest of others lacks."""
-        folder = artifact.make_folder()
-        path = folder / artifact.file_name(self._name_in_cache(fingerprint), fingerprint)
-        if path.exists():
+    def _cache_paths(self, fingerprint: Fingerprint) -> list[Path]:
+        """The files of the cache with this fingerprint. Raises ArtifactError, with what the newest of others lacks."""
+        folder, name = artifact.make_folder(), self._name_in_cache(fingerprint)
+        found = artifact.newest_first(folder.glob(f"{artifact.name_of_all(name, fingerprint)}*"))
+        for path in found:
             artifact.check_private(path)
-            return path
-        prefix = artifact.file_prefix(self._name_in_cache(fingerprint))
+        if found:
+            return found
+        prefix = artifact.file_prefix(name)
         for other in artifact.newest_first(folder.glob(f"{prefix}*")):
             why_not = difference(artifact.read(other)[0].fingerprint, fingerprint)
             raise ArtifactError(f"{other} was saved for something else. {why_not}.")
@@ -179,10 +222,12 @@ class StepCache:
         if self._path is not None or not is_enabled():
             return
         try:
-            header, body = serialized(self.name, saved())
+            entry = saved()
+            header, body = serialized(self.name, entry)
             _refuse_moved_modes(header.fingerprint)
             folder, name = artifact.make_folder(), self._name_in_cache(header.fingerprint)
-            artifact.write(folder / artifact.file_name(name, header.fingerprint), header, body)
+            plan = f"{entry.plan}{_conditions(entry.captured)}"
+            artifact.write(folder / artifact.file_name(name, header.fingerprint, plan), header, body)
             artifact.evict_old(folder.glob(f"{artifact.file_prefix(name)}*"))
         except ArtifactError as error:
             log.info("%s is not kept for other processes: %s", self.name, error)
@@ -254,7 +299,9 @@ def serialized(name: str, entry: StepToSave, options: Options | None = None) -> 
         body = serializer.dumps(
             SavedStep(
                 programs={stage.value: serializer.dumps(program) for stage, program in entry.programs.items()},
-                spec=captured.spec, plan=entry.plan, choices=dict(entry.choices), kernels=entry.kernels,
+                spec=captured.spec, moving=entry.lookup.moving, sizes=_sizes(captured),
+                constant=_constant_layouts(captured), plan=entry.plan,
+                choices=dict(entry.choices), kernels=entry.kernels,
                 options=options,
             )
         )  # fmt: skip
@@ -267,9 +314,39 @@ def serialized(name: str, entry: StepToSave, options: Options | None = None) -> 
     return Header(step=name, fingerprint=entry.lookup.fingerprint, environment=lines), body
 
 
-def _unpickled(data: bytes, what: str) -> Any:
+def _size_conditions(captured: Captured) -> SizeConditions | None:
+    return next((one.conditions for one in captured.guards.values if isinstance(one, SizeGuard)), None)
+
+
+def _constant_layouts(captured: Captured) -> tuple[Line, ...]:
+    """The tensors among the arguments of which no size moves."""
+    guards = (one for one in captured.guards.arguments if isinstance(one, TensorArgumentGuard))
+    layouts = (layout for one in guards for layout in one.layouts)
+    return tuple((f"argument {leaf}", layout_text(description)) for leaf, _, description in layouts)
+
+
+def _sizes(captured: Captured) -> SavedSizes | None:
+    found = _size_conditions(captured)
+    return None if found is None else found.saved()
+
+
+def _conditions(captured: Captured) -> list[str]:
+    found = _size_conditions(captured)
+    return [] if found is None else found.texts()
+
+
+def _move(context: StepContext, sizes: SavedSizes | None, path: Path) -> None:
+    """Has those dims move that are symbols in a saved step. Raises ArtifactError for one that is none here."""
+    arguments = () if sizes is None else sizes.arguments
     try:
-        return serializer.loads(data)
+        context.move({one.name: [size.dim for size in one.sizes] for one in arguments})
+    except KeyError as error:
+        raise ArtifactError(f"{path} was saved for a step with an argument {error}, of which a size moves.") from error
+
+
+def _unpickled(data: bytes, what: str, shapes: SavedShapes | None = None) -> Any:
+    try:
+        return serializer.loads(data, shapes)
     except (pickle.UnpicklingError, AttributeError, ImportError, EOFError, TypeError, ValueError) as error:
         raise ArtifactError(
             f"{what} holds what this process does not know: {type(error).__name__}: {error}."

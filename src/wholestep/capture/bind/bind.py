@@ -64,9 +64,9 @@ def bind(
     )
 
 
-def _constant_sizes(context: StepContext, sizes: SizeEnv | None) -> dict[ArgumentSize, str]:
+def _constant_sizes(context: StepContext, sizes: SizeEnv | None) -> dict[ArgumentSize, str | None]:
     """The dims that were to move and have become constants, with the reasons."""
-    found: dict[ArgumentSize, str] = {}
+    found: dict[ArgumentSize, str | None] = {}
     for size, why in sizes.constant.items() if sizes is not None else ():
         row = next(row for row in context.traced_inputs() if row.name == size.input)
         leaves = (leaf for leaf, one in enumerate(context.leaves) if one is row.tensor)

@@ -123,8 +123,9 @@ class Captured:
     spec: BindingSpec
     settled: bool = True
     """Whether the step changed nothing in its first run. Else the context is one that the step had set up."""
-    constant_sizes: Mapping[ArgumentSize, str] = field(default_factory=dict)
-    """Sizes of arguments that were to be symbols and have become constants, each with the reason."""
+    constant_sizes: Mapping[ArgumentSize, str | None] = field(default_factory=dict)
+    """Sizes of arguments that were to be symbols and have become constants, each with who wanted a number. None where
+    nobody did, and a condition of this trace holds for one size alone: the next may be a symbol in another trace."""
     undo: Callable[[], None]
     """Removes the optimizer state that was created for this step, and what its first run set up: for a capture that is
     not used, and for when the first call fails after it."""

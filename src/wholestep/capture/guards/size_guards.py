@@ -15,7 +15,7 @@ from wholestep.capture.guards.guards import Call, Guard
 from wholestep.capture.guards.tensor_layout import describe, difference
 from wholestep.capture.reach.arguments import ArgumentPath, ArgumentSize
 from wholestep.capture.scalars.varying_numbers import VaryingValue
-from wholestep.capture.sizes.size_symbols import SMALLEST, SizeEnv
+from wholestep.capture.sizes.size_symbols import SMALLEST, SavedSizes, SizeEnv
 from wholestep.errors import InternalError
 from wholestep.ir.sizes import is_of_arguments
 
@@ -95,6 +95,10 @@ class SizeConditions:
         found: Callable[..., tuple[int, ...]] = eval(f"lambda {self._parameters()}: ({text})", dict(SYMPY_INTERP))
         return lambda sizes, strides: found(*sizes, *(strides[place] for place in self._free))
 
+    def saved(self) -> SavedSizes:
+        """All that another process needs to know of them."""
+        return self._env.saved()
+
     def texts(self) -> list[str]:
         """The conditions, as a person reads them."""
         self._compile()
@@ -103,7 +107,7 @@ class SizeConditions:
     def _compile(self) -> None:
         env, printer = self._env, PythonPrinter()
         names = {symbol: f"{size!r}" for symbol, size in env.size_of.items()}
-        asked = list(dict.fromkeys(found for guard in env.guards if (found := self._of_sizes(guard.expr)) is not None))
+        asked = env.conditions()
         strides = [stride for one in env.arguments for stride in one.strides]
         texts = ["".join(f"{printer.doprint(one)}, " for one in some) for some in (strides, asked)]
         self._check = eval(f"lambda {self._parameters()}: (({texts[0]}), ({texts[1]}))", dict(SYMPY_INTERP))
@@ -115,15 +119,6 @@ class SizeConditions:
         sizes = [symbol for one in self._env.arguments for symbol in one.symbols]
         strides = [one.strides[dim] for one in self._env.arguments for dim in one.free_strides]
         return ", ".join(map(str, [*sizes, *strides]))
-
-    def _of_sizes(self, expression: Any) -> Any:
-        """A question about sizes alone: numbers of ranks never change. None for one that has its answer by that."""
-        others = {one for one in expression.free_symbols if one not in self._env.size_of}
-        known = {one: self._env.known_number(one) for one in others}
-        if any(number is None for number in known.values()):
-            raise InternalError(f"the trace goes by {expression}, which is no question about sizes of arguments")
-        found = expression.xreplace(known)
-        return None if found.is_Boolean and not found.free_symbols else found
 
 
 def _named(text: str, names: dict[Any, str]) -> str:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from wholestep.capture.python import code_names
 from wholestep.capture.python.attribute_access import HiddenThing, WatchedObject
 from wholestep.capture.python.snapshot import Snapshot
+from wholestep.capture.scalars.symbol_views import BUILTINS
 
 
 @dataclass(slots=True)
@@ -45,12 +46,13 @@ class Reachable:
     """Plain objects, by id."""
     codes: list[types.CodeType] = field(default_factory=list)
     """The user's code that the step can reach, hooks included."""
-    type_scopes: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Globals of that code, by id, where it names ``type``, and that is the builtin."""
+    builtin_scopes: dict[tuple[int, str], dict[str, Any]] = field(default_factory=dict)
+    """Globals of that code, by id, where it names one of `BUILTINS`, with the name."""
 
     def add_code(self, function: types.FunctionType) -> None:
         """Takes up the code of a function of the user, with the functions that it makes."""
         codes, scope = list(code_names.codes(function.__code__)), function.__globals__
         self.codes += codes
-        if "type" not in scope and any("type" in code.co_names for code in codes):
-            self.type_scopes[id(scope)] = scope
+        for name in BUILTINS.keys() - scope.keys():
+            if any(name in code.co_names for code in codes):
+                self.builtin_scopes[id(scope), name] = scope

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -142,6 +142,11 @@ class StepContext:
             if self.is_data[leaf] and may_move(tensor):
                 found.setdefault(id(tensor), set()).update(dim for dim in dims if tensor.shape[dim] >= SMALLEST)
         return {key: sorted(dims) for key, dims in found.items() if dims}
+
+    def move(self, dims: Mapping[str, Collection[int]]) -> None:
+        """Has these dims be symbols, by the name of the input, and no others. Raises KeyError for one that is none."""
+        named = {row.name: row.tensor for row in self.traced_inputs() if id(row.tensor) not in self.state.index}
+        self.moving = {id(named[name]): sorted(some) for name, some in dims.items()}
 
     def shares_memory(self, tensor: torch.Tensor) -> bool:
         """Whether another tensor lies in the memory of one with dims that move: a trace does not see it there."""

@@ -5,7 +5,9 @@ A number that moves is a ``torch.SymInt`` or ``torch.SymFloat`` in a trace. Code
 ``isinstance(x.shape[0], int)`` or ``isinstance(group["lr"], float)``, and goes another way with a symbol than in eager
 code. ``isinstance``, abstract classes and ``match`` look at ``__class__`` where the type itself is another one. So that
 is the class of a number while a trace runs, but for torch, which tells symbols from numbers, and for sympy behind it.
-Code of the user that names ``type`` is given `NumberOrType` for it. That of libraries is not.
+Code of the user that names ``type`` or ``len`` is given what stands in `BUILTINS` for it. That of libraries is not.
+
+Text of a size is made: of a number, which makes the dim a constant. Text of what else a graph computes is refused.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from wholestep.capture.python import user_frame
 from wholestep.capture.python.code_owner import Owner, library_frame, owner_of_file
 from wholestep.capture.python.tracing_thread import on_this_thread
 from wholestep.errors import CaptureError
+from wholestep.ir.sizes import is_of_arguments
 from wholestep.util.lazy_import import lazy_import
 
 _NUMBERS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
@@ -59,6 +62,16 @@ class _AsksForTypes(type):
 
 class NumberOrType(type, metaclass=_AsksForTypes):
     """``type``, to which a symbol is an int, float or bool."""
+
+
+def _length(thing: Any) -> Any:
+    """``len``, of which Python wants a number: for a tensor the size of its first dim, which may be a symbol."""
+    is_tensors = isinstance(thing, torch.Tensor) and type(thing).__len__ is torch.Tensor.__len__ and thing.dim()
+    return thing.shape[0] if is_tensors else len(thing)
+
+
+BUILTINS: dict[str, Any] = {"type": NumberOrType, "len": _length}
+"""In the place of functions of Python that give a symbol another meaning than a number has."""
 
 
 def _class_for(number: type, thread: int) -> property:
@@ -100,14 +113,17 @@ def text_refused(refused: list[Exception]) -> Iterator[None]:
     with ExitStack() as stack:
         for kind in (torch.SymInt, torch.SymFloat, torch.Tensor):
             for name in ("__format__", "__str__", "__repr__"):
-                stack.enter_context(patch.object(kind, name, _refused(getattr(kind, name), refused)))
+                stack.enter_context(patch.object(kind, name, _refused(name, getattr(kind, name), refused)))
         yield
 
 
-def _refused(original: Callable[..., str], refused: list[Exception]) -> Callable[..., str]:
+def _refused(name: str, original: Callable[..., str], refused: list[Exception]) -> Callable[..., str]:
     def make(value: Any, *args: Any) -> str:
         if library_frame(sys._getframe(2).f_code.co_filename):  # 1 is what `on_this_thread` puts between
             return original(value, *args)
+        if isinstance(value, torch.SymInt) and is_of_arguments(value):
+            text: str = getattr(int(value), name)(*args)
+            return text
         refused.append(
             CaptureError(
                 f"The step makes text of a value that its graph computes, at {user_frame.current_line()}. Text would "

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -32,7 +33,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from wholestep.capture.python.tracing_thread import on_this_thread
-from wholestep.ir.sizes import is_data, numbers_of
+from wholestep.ir.sizes import hint, is_data, numbers_of
 
 _COMPOSED = DispatchKey.CompositeImplicitAutograd
 _SIZES = tuple(getattr(torch.ops.aten, name).default for name in ("size", "stride"))
@@ -191,20 +192,47 @@ _OWN = {torch.ops.aten.masked_select_backward.default: _masked_select_backward}
 
 @functools.cache
 def _like_its_input(func: OpOverload) -> Callable[..., Any] | None:
-    """The Python form of a backward that is told the size of the input, which its C++ takes as numbers alone."""
+    """The Python form of an operator whose result has sizes that are told or simple, and which is described by numbers
+    alone: a backward that is told the size of the input, a Fourier transform."""
     names = [one.name for one in func._schema.arguments]
-    if "input_size" not in names or len(func._schema.returns) != 1:
+    if func not in _TRANSFORMS and ("input_size" not in names or len(func._schema.returns) != 1):
         return None
-    place = names.index("input_size")
+    place = -1 if func in _TRANSFORMS else names.index("input_size")
 
-    def backward(*args: Any, **kwargs: Any) -> Any:
-        sizes = args[place] if len(args) > place else kwargs["input_size"]
+    def sized(*args: Any, **kwargs: Any) -> Any:
+        if func in _TRANSFORMS:
+            _keep_order(args[0])
+            sizes = _TRANSFORMS[func](*args, **kwargs)
+        else:
+            sizes = args[place] if len(args) > place else kwargs["input_size"]
         known, _ = _at_traced_sizes(func, args, kwargs)
         order = sorted(range(len(sizes)), key=lambda dim: -known.stride(dim))
         made = torch.empty([sizes[dim] for dim in order], dtype=known.dtype, device=known.device)
         return made.permute([order.index(dim) for dim in range(len(sizes))])
 
-    return backward
+    return sized
+
+
+def _keep_order(x: torch.Tensor) -> None:
+    """Has the trace hold for tensors alone whose dims follow each other in memory as those of this one do."""
+    order = sorted(range(x.dim()), key=lambda dim: hint(x.stride(dim)))
+    for inner, outer in pairwise(order):
+        bool(x.stride(inner) <= x.stride(outer))
+
+
+def _with_last(x: torch.Tensor, dims: Sequence[int], size: Any) -> list[Any]:
+    last = dims[-1] % x.dim()
+    return [size if dim == last else one for dim, one in enumerate(x.shape)]
+
+
+_TRANSFORMS: dict[Any, Callable[..., Sequence[Any]]] = {
+    torch.ops.aten._fft_c2c.default: lambda x, dim, normalization, forward: x.shape,
+    torch.ops.aten._fft_r2c.default: lambda x, dim, normalization, onesided: (
+        _with_last(x, dim, x.shape[dim[-1]] // 2 + 1) if onesided else x.shape
+    ),
+    torch.ops.aten._fft_c2r.default: lambda x, dim, normalization, last_dim_size: _with_last(x, dim, last_dim_size),
+}
+"""The sizes of what they give. torch's description of them resizes a tensor, which it cannot with symbols."""
 
 
 @functools.cache

@@ -12,8 +12,8 @@ An operator that wants a number makes the dim a constant: who it was is noted to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from wholestep.capture.python import user_frame
+from wholestep.errors import InternalError
+from wholestep.ir.serializer import SavedShapes, portable
 from wholestep.ir.sizes import Size, Sizes, Stride
 from wholestep.util.gradient_node import is_leaf
 from wholestep.util.lazy_import import lazy_import
@@ -49,6 +51,17 @@ class SizedArgument:
     """Dims whose stride is a symbol of its own."""
 
 
+@dataclass(frozen=True, slots=True)
+class SavedSizes:
+    """The symbols of one trace, and what it has asked of them, as plain values: symbols have names."""
+
+    sizes: tuple[Size | Stride, ...]
+    """In the order in which they became symbols."""
+    arguments: tuple[SizedArgument, ...]
+    conditions: tuple[Any, ...]
+    """Expressions that are true."""
+
+
 class SizeEnv(ShapeEnv):
     """The symbols of one trace. torch knows it as a ShapeEnv."""
 
@@ -57,8 +70,10 @@ class SizeEnv(ShapeEnv):
         self.arguments: list[SizedArgument] = []
         self.operator: Any = None
         """The call that is traced."""
-        self.constant: dict[Size, str] = {}
-        """Dims that have become constants, and why."""
+        self.constant: dict[Size, str | None] = {}
+        """Dims that have become constants, and who wanted a number; None where a condition holds for one size alone."""
+        self._is_condition = False
+        """Whether what is asked is true or false, and no number."""
         self.size_of: dict[Any, Size | Stride] = {}
         """By symbol."""
 
@@ -89,25 +104,96 @@ class SizeEnv(ShapeEnv):
         sizes = {size.dim: size for one in self.arguments if one.name == name for size in one.sizes}
         return tuple(sizes.get(dim, size) for dim, size in enumerate(shape))
 
+    def conditions(self) -> list[Any]:
+        """All that was asked of sizes until now, as expressions that are true.
+
+        Raises InternalError where something else was asked.
+        """
+        return list(dict.fromkeys(one for guard in self.guards if (one := self._of_sizes(guard.expr)) is not None))
+
+    def saved(self) -> SavedSizes:
+        """The symbols for another process."""
+
+        def told(expressions: Sequence[Any]) -> tuple[Any, ...]:
+            return tuple(one if isinstance(one, int) else portable(one, self) for one in expressions)
+
+        return SavedSizes(
+            tuple(self.size_of.values()),
+            tuple(replace(one, symbols=told(one.symbols), strides=told(one.strides)) for one in self.arguments),
+            told(self.conditions()),
+        )
+
+    def _of_sizes(self, expression: Any) -> Any:
+        """A question about sizes alone: numbers of ranks never change. None for one that has its answer by that."""
+        others = {one for one in expression.free_symbols if one not in self.size_of}
+        known = {one: self.known_number(one) for one in others}
+        if any(number is None for number in known.values()):
+            raise InternalError(f"the trace goes by {expression}, which is no question about sizes of arguments")
+        found = expression.xreplace(known)
+        return None if found.is_Boolean and not found.free_symbols else found
+
     def known_number(self, symbol: Any) -> Any:
         """The number behind a symbol that is none of a size: that of a rank. None where it is not known."""
         known = getattr(self, "backed_var_to_val", None) or self.var_to_val  # by its name before torch 2.12
         return known.get(symbol)
 
     def _symbol(self, size: Size | Stride) -> Any:
-        where = source.ConstantSource(f"{type(size).__name__}_{size.input}_{size.dim}".lower().replace(".", "_"))
+        where = source.ConstantSource(_name(size))
         symbol = self.create_symbol(size.hint, where, DimDynamic.DYNAMIC)
         self.size_of[symbol] = size
         return self.create_symintnode(symbol, hint=size.hint, source=where)
+
+    def evaluate_expr(self, orig_expr: Any, *rest: Any, **options: Any) -> Any:
+        """Called by torch with every question."""
+        around, self._is_condition = self._is_condition, orig_expr.is_Relational or orig_expr.is_Boolean
+        try:
+            return super().evaluate_expr(orig_expr, *rest, **options)
+        finally:
+            self._is_condition = around
 
     def _set_replacement(self, a: Any, tgt: Any, *rest: Any, **options: Any) -> None:
         """Called by torch where a symbol turns out to be something else; a number makes the dim a constant."""
         size = self.size_of.get(a)
         if isinstance(size, Size) and tgt.is_number and size not in self.constant:
-            line, call = user_frame.current_line(), str(self.operator or "Python")
-            call = "C++ of torch" if call.startswith(("aten.size.", "aten.stride.")) else call
-            self.constant[size] = f"{call} wants a number{f' at {line}' if line else ''}"
+            self.constant[size] = self._why_constant(a)
         super()._set_replacement(a, tgt, *rest, **options)
+
+    def _why_constant(self, symbol: Any) -> str | None:
+        """Who wants a number of a symbol; None where a condition holds for one alone."""
+        tied = self.replacements.get(symbol)
+        if tied is not None:  # it has been another size until now, which has become a number
+            others = (self.size_of.get(one) for one in tied.free_symbols)
+            return next((why for one in others if isinstance(one, Size) and (why := self.constant.get(one))), None)
+        if self._is_condition:
+            return None
+        line, call = user_frame.current_line(), str(self.operator or "Python")
+        call = "C++ of torch" if call.startswith(("aten.size.", "aten.stride.")) else call
+        return f"{call} wants a number{f' at {line}' if line else ''}"
+
+
+class RestoredSizes(SavedShapes, SizeEnv):
+    """The symbols of a trace of another process."""
+
+    def __init__(self, saved: SavedSizes) -> None:
+        super().__init__()
+        for size in saved.sizes:
+            self.named[_name(size)] = self._symbol(size)
+
+        def made(expressions: Sequence[Any]) -> tuple[Any, ...]:
+            symbols = {one: self.named[one.name].node.expr for it in expressions for one in _symbols_in(it)}
+            return tuple(one if isinstance(one, int) else one.xreplace(symbols) for one in expressions)
+
+        self.arguments = [replace(one, symbols=made(one.symbols), strides=made(one.strides)) for one in saved.arguments]
+        for condition in made(saved.conditions):  # asked again, it ties symbols to each other as it did there
+            self.evaluate_expr(condition)
+
+
+def _name(size: Size | Stride) -> str:
+    return f"{type(size).__name__}_{size.input}_{size.dim}".lower().replace(".", "_")
+
+
+def _symbols_in(expression: Any) -> Collection[Any]:
+    return () if isinstance(expression, int) else expression.free_symbols
 
 
 def may_move(tensor: torch.Tensor) -> bool:

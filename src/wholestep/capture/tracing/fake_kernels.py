@@ -113,8 +113,10 @@ class LayoutFakeMode(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What the operator gives, with the strides of the kernel."""
         self._depth += 1
-        if isinstance(self.shape_env, SizeEnv):
-            self.shape_env.operator = self.forms.asking(func)
+        sizes = self.shape_env if isinstance(self.shape_env, SizeEnv) else None
+        around = None if sizes is None else sizes.operator
+        if sizes is not None:
+            sizes.operator = self.forms.asking(func)
         try:
             return self._dispatched(func, types, args, kwargs)
         except Exception as error:
@@ -123,6 +125,8 @@ class LayoutFakeMode(FakeTensorMode):
             raise
         finally:
             self._depth -= 1
+            if sizes is not None:
+                sizes.operator = around
 
     def _dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         _refuse_undiscovered(args)

@@ -28,7 +28,7 @@ from wholestep.capture.scalars.float_remainders import float_remainders
 from wholestep.capture.scalars.host_scalars import HostValues, host_branches
 from wholestep.capture.scalars.math_functions import symbolic_math
 from wholestep.capture.scalars.rank_symbols import RankSymbols
-from wholestep.capture.scalars.symbol_views import NumberOrType, symbols_are_numbers, text_refused
+from wholestep.capture.scalars.symbol_views import BUILTINS, symbols_are_numbers, text_refused
 from wholestep.capture.sizes.attention_kernels import without_plans
 from wholestep.capture.sizes.size_symbols import SizeEnv
 from wholestep.capture.tracing.backward_engine import Engine, backward_replaced
@@ -167,8 +167,8 @@ def _modes(context: StepContext, recorders: Recorders) -> Iterator[AbstractConte
 def _patches(context: StepContext, recorders: Recorders) -> Iterator[AbstractContextManager[Any]]:
     yield text_refused(recorders.mode.raised)
     yield symbols_are_numbers()
-    for scope in context.reachable.type_scopes.values():
-        yield _put(scope, "type", NumberOrType)
+    for (_, name), scope in context.reachable.builtin_scopes.items():
+        yield _put(scope, name, BUILTINS[name])
     yield host_branches(lambda: recorders.host, recorders.mode.raised)
     yield context.lifter.fused_kernels()
     yield from recorders.ranks.patches(lambda: recorders.host)

@@ -211,9 +211,9 @@ class OpaqueModules:
         try:
             captured = capture(module, args, kwargs, known.moving)
             if captured.constant_sizes:
-                known.constant |= captured.constant_sizes.keys()
+                known.constant |= {size for size, why in captured.constant_sizes.items() if why is not None}
                 known.moving -= known.constant
-                captured = capture(module, args, kwargs, known.moving)
+                captured = capture(module, args, kwargs, known.moving - captured.constant_sizes.keys())
         except WholestepError as error:
             known.why_open = str(error)
         except Exception as error:  # the module's own, most likely: it will raise it again when it runs

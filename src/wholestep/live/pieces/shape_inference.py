@@ -80,6 +80,8 @@ def _inferred(path: Path, number: int, leaves: Sequence[Any]) -> Record | str:
         return f"{name_of(record.key.function)} does not say what it gives for other sizes: {error}"
     finally:
         random.setstate(stream)
+    if len(results) != len(record.outputs):
+        return f"{name_of(record.key.function)} gives another number of tensors for other sizes"
     outputs: list[OutputMeta | None] = []
     for meta, layout in zip(record.outputs, results, strict=True):
         found = None if meta is None or layout is None else meta.of_size(*layout)

@@ -127,5 +127,4 @@ def _empty_like(like: torch.Tensor) -> torch.Tensor:
 
 def _env(segment: Segment) -> Any:
     """The shape environment of the trace, which knows the sizes of arguments by symbol."""
-    values = (node_meta.value(node) for node in segment.graph.find_nodes(op="placeholder"))
-    return next(one.node.shape_env for value in values for one in numbers_of(value) if isinstance(one, torch.SymInt))
+    return segment.sizes[0].node.shape_env

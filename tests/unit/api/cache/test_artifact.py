@@ -48,8 +48,8 @@ def test_a_file_of_the_format_before_is_refused(tmp_path: Path) -> None:
     """It is whole, but the classes in its pickle are not the ones of this version."""
     path = tmp_path / "step"
     artifact.write(path, HEADER, BODY)
-    path.write_bytes(path.read_bytes().replace(artifact.MAGIC, b"wholestep step, format 1\n"))
-    with pytest.raises(ArtifactError, match=r"no step that this version of wholestep has saved.*format 2"):
+    path.write_bytes(path.read_bytes().replace(artifact.MAGIC, b"wholestep step, format 2\n"))
+    with pytest.raises(ArtifactError, match=r"no step that this version of wholestep has saved.*format 3"):
         artifact.read(path)
 
 
@@ -104,12 +104,12 @@ def test_a_file_from_elsewhere_wants_a_word(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_few_files_of_a_step_are_kept(tmp_path: Path) -> None:
-    for number in range(12):
+    for number in range(20):
         path = tmp_path / f"step-{number}"
         path.touch()
         os.utime(path, ns=(number, number))
     artifact.evict_old(tmp_path.iterdir())
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"step-{number}" for number in range(4, 12))
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"step-{number}" for number in range(4, 20))
 
 
 def test_a_file_that_another_process_has_forgotten(tmp_path: Path) -> None:
@@ -117,5 +117,5 @@ def test_a_file_that_another_process_has_forgotten(tmp_path: Path) -> None:
     kept = tmp_path / "step-0"
     kept.touch()
     assert artifact.newest_first([tmp_path / "step-1", kept]) == [kept]
-    artifact.evict_old([kept, *(tmp_path / f"step-{number}" for number in range(1, 12))])
+    artifact.evict_old([kept, *(tmp_path / f"step-{number}" for number in range(1, 20))])
     assert kept.exists()

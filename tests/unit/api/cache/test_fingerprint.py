@@ -18,7 +18,7 @@ FINGERPRINTS = st.dictionaries(TEXT, LINES, min_size=1, max_size=4)
 def test_what_is_the_same_has_no_difference_and_one_key(fingerprint: Fingerprint) -> None:
     again = {name: tuple(lines) for name, lines in fingerprint.items()}
     assert difference(fingerprint, again) is None
-    assert file_name("m:f", fingerprint) == file_name("m:f", again)
+    assert file_name("m:f", fingerprint, "plan") == file_name("m:f", again, "plan")
 
 
 @given(FINGERPRINTS, st.data())
@@ -33,7 +33,7 @@ def test_every_change_of_a_line_is_found_and_named(fingerprint: Fingerprint, dat
     lines[number] = (name, new)
     changed = {**fingerprint, subject: tuple(lines)}
     assert (difference(fingerprint, changed) or "").startswith(f"{subject}: {name} was ")
-    assert file_name("m:f", fingerprint) != file_name("m:f", changed)
+    assert file_name("m:f", fingerprint, "plan") != file_name("m:f", changed, "plan")
 
 
 @given(FINGERPRINTS, st.data())

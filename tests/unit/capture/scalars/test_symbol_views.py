@@ -95,6 +95,38 @@ def test_a_size_that_moves_is_a_number(asks: Callable[[Any], bool]) -> None:
     assert compiled.cache_info().traces == 1
 
 
+def test_the_length_of_a_tensor_is_a_size_that_moves() -> None:
+    def step(x: Tensor, parts: list[Tensor]) -> tuple[Tensor, int]:
+        places = torch.arange(len(x))[:, None]
+        return (x * places).sum() / len(x) + len(parts) + len(x.shape), len(x)
+
+    compiled = ws.compile(step, dynamic=True, fullgraph=True)
+    for rows in (4, 6, 9):
+        x = torch.randn(rows, 3)
+        wanted, found = step(x, [x, x]), compiled(x, [x, x])
+        assert torch.equal(found[0], wanted[0])
+        assert (found[1], type(found[1])) == (rows, int)
+    assert compiled.cache_info().traces == 1
+
+
+def test_a_tensor_without_dims_has_no_length() -> None:
+    with pytest.raises(CaptureError, match=r"len\(\) of a 0-d tensor"):
+        captured(lambda x: x * len(x.sum()), torch.ones(3))
+
+
+def test_text_of_a_size_makes_that_dim_a_constant_and_no_other() -> None:
+    def step(x: Tensor) -> Tensor:
+        return x * {"rows 4": 2.0, "rows 6": 3.0}[f"rows {x.shape[0]:d}"]
+
+    compiled = ws.compile(step, dynamic=True, fullgraph=True)
+    for rows, columns in ((4, 3), (6, 5), (4, 7), (6, 9)):
+        x = torch.randn(rows, columns)
+        assert torch.equal(compiled(x), step(x))
+    assert compiled.cache_info().traces == 2
+    (why,) = compiled.explain().sizes.constant
+    assert why.startswith("Dim 0 of argument 0 is a constant")
+
+
 @pytest.mark.parametrize("asks", QUESTIONS.values(), ids=QUESTIONS)
 def test_a_rate_that_moves_is_a_number(asks: Callable[[Any], bool]) -> None:
     weight = torch.nn.Parameter(torch.ones(3))
