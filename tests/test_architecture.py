@@ -119,6 +119,9 @@ DOORS: dict[str, dict[str, str]] = {
         "torch.distributed.tensor.DTensor._local_tensor": "the very memory of a part, which to_local() hides",
         "torch.distributed.tensor.DTensor._spec": "likewise, for the native guard",
     },
+    "capture/wrappers/ddp.py": {
+        "torch.utils._python_dispatch": "which parameters a reducer has is asked without the memory of its buckets",
+    },
     "capture/wrappers/fully_shard_hooks.py": {
         "torch.distributed._composable": "the keys under which a module holds its sharding, new in every process",
         "torch.distributed.fsdp._fully_shard": "what its hooks call, to be silent while a step is traced",

@@ -146,7 +146,8 @@ class DataParallelOptions:
     """A bucket is closed once it holds as many bytes, as DistributedDataParallel does it; "auto": the buckets with the
     shortest predicted step."""
     ignore: tuple[str, ...] = ()
-    """Fully qualified names of parameters whose gradients stay local to the rank, and which are not sharded."""
+    """Fully qualified names of parameters whose gradients stay local to the rank, and which are not sharded; and of
+    buffers that steps do not broadcast."""
     sync_at_start: bool = True
     """Broadcast parameters and buffers from rank 0 before the first step."""
     hold_updates: bool = False
@@ -165,7 +166,7 @@ class DataParallelOptions:
                 f'{name}(bucket_bytes=...) wants "auto" or a positive number of bytes, got {self.bucket_bytes!r}.'
             )
         if isinstance(self.ignore, str):
-            raise ConfigError(f"{name}(ignore=...) wants a tuple of parameter names, got the string {self.ignore!r}.")
+            raise ConfigError(f"{name}(ignore=...) wants a tuple of names, got the string {self.ignore!r}.")
 
     @property
     def limit_bytes(self) -> int | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from mutations import Mutation
 
+REDUCED = "tests/ranks/wrapped/test_what_ddp_reduces.py::test_each_rank_has_what_it_has_in_eager_code"
+
 GENERATORS = "tests/unit/capture/reach/test_generators.py::test_nothing_that_is_drawn_is_frozen"
 STATE = "tests/unit/capture/reach/test_train_state.py::test_the_step_sees_the_state_that_it_would_have_made"
 GRADIENTS = "tests/unit/capture/guards/test_argument_gradients.py::test_a_gradient_from_before_the_call_is_seen"
@@ -257,5 +259,45 @@ CAPTURE_MUTATIONS = (
             "tests/behaviour/moving_sizes/test_composed_operators.py::"
             "test_a_transform_is_for_one_order_of_dims_in_memory",
         ),
+    ),
+    Mutation(
+        name="reducer_never_done",
+        what="DistributedDataParallel reduces a second backward behind one forward",
+        file="capture/wrappers/ddp.py",
+        old="            _account.awaited -= _account.came",
+        new="            pass",
+        tests=(f"{REDUCED}[a_second_backward]",),
+    ),
+    Mutation(
+        name="returned_gradients_reduced",
+        what="gradients that torch.autograd.grad returns are reduced in a wrapper",
+        file="capture/tracing/patches.py",
+        old="None if ddp.is_managed(one) else names.get(id(one))",
+        new="names.get(id(one))",
+        tests=(f"{REDUCED}[gradients_that_are_returned]",),
+    ),
+    Mutation(
+        name="reducer_takes_new_parameters",
+        what="a wrapper reduces what did not train when it was made",
+        file="capture/wrappers/ddp.py",
+        old="    return [param for bucket in buckets for param in bucket.parameters()]",
+        new="    return [one for one in wrapper.module.parameters() if one.requires_grad and buckets]",
+        tests=(f"{REDUCED}[unfrozen_later]",),
+    ),
+    Mutation(
+        name="forwards_not_noted",
+        what="a wrapper forgets that no reduction followed its last forward",
+        file="capture/bind/bind.py",
+        old="            if ddp.changes_note(wrappers[number], is_awaited):",
+        new="            if False:",
+        tests=(f"{REDUCED}[micro_batches_by_call]",),
+    ),
+    Mutation(
+        name="ignored_buffers_broadcast",
+        what="buffers that a wrapper ignores are broadcast",
+        file="runtime/wrapped_strategy.py",
+        old="            buffers.append(name)",
+        new="            pass",
+        tests=(f"{REDUCED}[an_ignored_buffer]",),
     ),
 )

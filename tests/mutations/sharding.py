@@ -400,4 +400,28 @@ SHARDING_MUTATIONS = (
         new="        pass",
         tests=("tests/ranks/wrapped/test_fully_shard.py::test_an_evaluation_in_inference_mode_spoils_no_training",),
     ),
+    Mutation(
+        name="whole_parameters_stay_local",
+        what="an eager backward between two calls leaves each rank its own gradient of what FSDP keeps whole",
+        file="runtime/sharding/whole_parameters.py",
+        old="        if grad is None or root is None or reduces_by_itself():",
+        new="        if True:",
+        tests=("tests/ranks/sharding/test_whole_parameters.py::test_eager_steps_between_reduce_them[mean]",),
+    ),
+    Mutation(
+        name="whole_parameters_reduced_twice",
+        what="a live step reduces gradients that eager code has summed already",
+        file="runtime/sharding/whole_parameters.py",
+        old=" or reduces_by_itself():",
+        new=":",
+        tests=("tests/ranks/sharding/test_whole_parameters.py::test_a_live_step_reduces_them_once[sum-True]",),
+    ),
+    Mutation(
+        name="hooks_of_shards_called",
+        what="a trace calls hooks for gradients of parameters that their user has cut, which torch does not",
+        file="capture/tracing/grad_markers.py",
+        old="            if param._backward_hooks and id(param) not in unhooked:",
+        new="            if param._backward_hooks:",
+        tests=("tests/ranks/wrapped/test_fully_shard.py::test_hooks_on_parameters_are_called_as_torch_calls_them",),
+    ),
 )

@@ -41,6 +41,7 @@ from wholestep.passes.comm.bucket_planner import Cuts
 from wholestep.passes.comm.bucketing import Choose
 from wholestep.passes.default_passes import passes_of
 from wholestep.passes.pass_manager import Pass, run_passes
+from wholestep.runtime import wrapped_strategy
 from wholestep.runtime.buffer_sync import BufferSync, StateBroadcast
 from wholestep.runtime.checkpoint.optimizers import LayoutOf, cut_like_parameter
 from wholestep.runtime.compression_state import CompressionBuffers, CompressionState
@@ -54,7 +55,7 @@ from wholestep.runtime.sharding.live_strategy import live_note, live_strategy
 from wholestep.runtime.sharding.shard_live import LiveSharding, layout_of_state
 from wholestep.runtime.shared_costs import agreed_costs
 from wholestep.runtime.step_timer import Runner
-from wholestep.runtime.wrapped_strategy import WrappedStrategy, is_tensor_parallel, with_ignored, wrapped_strategy
+from wholestep.runtime.wrapped_strategy import WrappedStrategy
 from wholestep.util.progress import report_stage
 
 log = logging.getLogger("wholestep")
@@ -149,8 +150,7 @@ class Stages:
         """Every stage after capture, in order."""
         world, axes = init(), data_axes(init(), self.options.mesh)
         rows = zip(captured.program.inputs, captured.binding.tensors, strict=True)
-        self._ignore((one.name, it) for one, it in rows if one.kind is InputKind.PARAM and one.shard is None)
-        if self.wrapped is not None and self.options.strategy is not None and (left := self.options.strategy.ignore):
+        if left := self._leave_alone((one.kind, one.name, it) for one, it in rows if one.shard is None):
             log.warning("%s: no wrapper reduces the gradients of %s: they stay local to each rank.", self.name, left)
         with self.rendezvous.abandoned_on_error(world):
             report_stage("planning")
@@ -223,14 +223,14 @@ class Stages:
         return plan
 
     def _broadcast_state(self, program: Program, binding: Binding, world: World) -> BufferSync | None:
-        """Makes parameters and buffers equal on all ranks; returns what keeps the buffers so, if anything has to."""
+        """Makes parameters and buffers equal on all ranks; returns what keeps buffers so. None for a single rank."""
         axes, strategy = data_axes(world, self.options.mesh), self._strategy(world)
         if strategy is None or all(axis.size == 1 for axis in axes):
             return None
         nccl_connect.wait()
         if strategy.sync_at_start:
             self._broadcast(binding.synced(program), axes, world)
-        return BufferSync(program, binding.tensors, axes) if strategy.broadcast_buffers else None
+        return BufferSync(program, binding.tensors, axes, strategy)
 
     def peers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Peers | None:
         """What the strategy does in a step that is live; all ranks have agreed that it is. None for a single rank.
@@ -238,7 +238,7 @@ class Stages:
         Raises CaptureError for a strategy that needs a single graph, RankMissingError where other ranks do not come.
         """
         world, axes = init(), data_axes(init(), self.options.mesh)
-        self._ignore((one.name, one.tensor) for one in collect(find_reachable(self.step, args, kwargs)).params)
+        self._leave_alone((s.kind, s.name, s.tensor) for s in collect(find_reachable(self.step, args, kwargs)).slots)
         strategy = self._strategy(world)
         if self.is_parallel:
             log.warning("%s is live and has DTensors: it runs as eager code, and its modules communicate.", self.name)
@@ -248,7 +248,7 @@ class Stages:
         self.rendezvous.agree(f"{self.name} is live", lambda: "", world)
         nccl_connect.wait()
         live, note = live_strategy(self.step, args, kwargs, strategy), live_note(strategy, axes)
-        peers = Peers(self.step, live, axes, world, note=note, has_plain_code=self.wrapped is None)
+        peers = Peers(self.step, live, axes, world, note=note, wrapped=self.wrapped)
         if peers.note:
             log.warning("%s is live. %s", self.name, peers.note)
         return peers
@@ -304,10 +304,10 @@ class Stages:
         found = find_reachable(self.step, args, kwargs)
         self._fully_sharded = sharded_modules(root for _, root in found.modules.values())
         self.reshard()
-        self.is_parallel = is_tensor_parallel(found, self._given.strategy)
+        self.is_parallel = wrapped_strategy.is_tensor_parallel(found, self._given.strategy)
         if self.is_parallel:
             return True
-        wrapped = wrapped_strategy(found, self._given.strategy, world)
+        wrapped = wrapped_strategy.wrapped_strategy(found, self._given.strategy, world)
         if wrapped is None:
             return False
         if self.wrapped is None or _compress(wrapped.strategy) != _compress(self.wrapped.strategy):
@@ -319,12 +319,13 @@ class Stages:
         self.options = replace(self._given, strategy=wrapped.strategy, mesh=wrapped.mesh)
         return True
 
-    def _ignore(self, params: Iterable[tuple[str, Any]]) -> None:
-        """Has those parameters of a wrapped step stay local that no wrapper reduces."""
-        strategy = self.options.strategy
-        if self.wrapped is not None and strategy is not None:
-            strategy = with_ignored(strategy, self.wrapped.reduced, params)
-            self.options = replace(self.options, strategy=strategy)
+    def _leave_alone(self, state: Iterable[tuple[InputKind, str, Any]]) -> list[str]:
+        """Has what no wrapper reduces or synchronizes stay that of each rank; names of the parameters among that."""
+        if self.wrapped is None or self.options.strategy is None:
+            return []
+        strategy, names = wrapped_strategy.leaving_alone(self.options.strategy, self.wrapped, state)
+        self.options = replace(self.options, strategy=strategy)
+        return names
 
     def _shard_live(self, args: tuple[Any, ...], kwargs: dict[str, Any], world: World) -> None:
         """Shards what the strategy wants sharded of all that the step can reach."""

@@ -262,6 +262,11 @@ class _Attempt:
             sees_parts=self._context.sees_parts,
             result_spec=recorded.result_spec,
             leaves=tuple(StateRef(state.index[id(one)]) if id(one) in state.index else one for one in recorded.results),
+            forwards=tuple(
+                (number, trace.forwards[one])
+                for number, one in enumerate(self._context.reachable.wrappers)
+                if one in trace.forwards
+            ),
             stepped_optimizers=tuple(number for number, opt in stepped if id(opt) in trace.stepped_optimizers),
             reads=reads,
         )

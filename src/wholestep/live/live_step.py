@@ -145,7 +145,7 @@ class LiveStep:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call: the user's function runs."""
         self.stats.calls += 1
-        with silent_forwards():
+        with silent_forwards(self._peers.managed if self._peers is not None else frozenset()):
             return self._called_among_peers(args, kwargs)
 
     def _called_among_peers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -40,6 +40,7 @@ from wholestep.live.sharded_parameters import ShardedParameters, all_reduced, fr
 from wholestep.runtime.buffer_sync import broadcast_over
 from wholestep.runtime.distributed.failure_report import named_failures
 from wholestep.runtime.distributed.world import World
+from wholestep.runtime.wrapped_strategy import WrappedStrategy
 
 ENDS, RUNS_BACKWARD, RUNS_PIECE, PUTS_GRADIENTS, RUNS_FORWARD, RUNS_ON_SHARDS, GATHERS = range(7)
 _LINE_BYTES = 96
@@ -68,18 +69,18 @@ class Peers:
 
     def __init__(
         self, step: Callable[..., Any], strategy: Strategy, axes: tuple[MeshAxis, ...], world: World,
-        *, note: str = "", has_plain_code: bool = True,
+        *, note: str = "", wrapped: WrappedStrategy | None = None,
     ) -> None:  # fmt: skip
         """`strategy`: as `live_strategy` gives it. Parameters that it shards are left to the hooks of torch. `axes`: of
         the mesh, as `data_axes` gives them.
 
-        `note`: what a reader should know of the strategy in a live step. `has_plain_code`: the step was written for
-        whole tensors, and not for modules that its user has sharded.
+        `note`: what a reader should know of the strategy in a live step. `wrapped`: the strategy that modules bring
+        with them. Without, the step was written for whole tensors, and not for modules that its user has sharded.
         """
         self.strategy = strategy
-        self.computes_whole = isinstance(strategy, FSDP) and has_plain_code
+        self.computes_whole = isinstance(strategy, FSDP) and wrapped is None
         """Whether Python computes with whole tensors in the place of shards."""
-        self.note = note
+        self.note, self.managed = note, frozenset[int]() if wrapped is None else wrapped.managed
         self._step, self._axes, self._world = step, axes, world
         self._wire = strategy.compress if isinstance(strategy, DDP) else None
         self._num_ranks = math.prod(axis.size for axis in axes)
@@ -117,7 +118,12 @@ class Peers:
             module.reshard()  # what an eager forward has left gathered would be stale behind a piece
         kinds = [] if self._is_equal else [InputKind.PARAM, InputKind.BUFFER]
         kinds += [InputKind.BUFFER] if self.strategy.broadcast_buffers and self._is_equal else []
-        tensors = [slot.tensor for slot in self._state.of_kind(*kinds) if not is_sharded(slot.tensor)]
+        chosen = [slot for slot in self._state.of_kind(*kinds) if not is_sharded(slot.tensor)]
+        own = self.strategy.ignore if self._is_equal else ()
+        tensors = [slot.tensor for slot in chosen if slot.name not in own]
+        if found.wrappers:
+            synced = (one for _, wrapper in found.wrappers.values() for one in ddp.synced_buffers(wrapper))
+            tensors = [*{id(one): one for one in synced}.values()]
         if tensors:
             with self._failures_named():
                 broadcast_over(tensors, self._axes)
@@ -214,7 +220,8 @@ class Peers:
             self.meet(Event(RUNS_BACKWARD))
             result = functools.partial(engine, tensors, grads, keep, create, inputs, *rest, **kw)
             if kw.get("accumulate_grad"):
-                return self._accumulated(result)
+                with ddp.a_backward():
+                    return self._accumulated(result)
             return result() if create else self._returned(result(), inputs)
 
         return run
@@ -249,6 +256,7 @@ class Peers:
                     shard.grad = None
             self.shards.reduce(told[len(fresh) :], self._reduce)
             for param, kind in found:
+                ddp.note_gradient(param)
                 if param.grad is None:
                     param.grad = torch.zeros_like(param, layout=torch.sparse_coo if kind == _SPARSE else torch.strided)
             self._reduce([param.grad for param, _ in found if param.grad is not None])
@@ -256,7 +264,7 @@ class Peers:
 
     def _returned(self, grads: tuple[Any, ...], inputs: Any) -> tuple[Any, ...]:
         """``torch.autograd.grad``: those of parameters are final, and reduced."""
-        known = {id(slot.tensor) for slot in self._reduced_params()}
+        known = {id(slot.tensor) for slot in self._reduced_params() if not ddp.is_managed(slot.tensor)}
         of_params = [grad for grad, one in zip(grads, inputs, strict=True) if grad is not None and id(one) in known]
         with torch.no_grad(), self._failures_named():
             self._reduce(of_params)
@@ -270,7 +278,7 @@ class Peers:
             if slot.tensor.requires_grad
             and slot.name not in ignored
             and not is_sharded(slot.tensor)
-            and not ddp.is_unsynced(slot.tensor)
+            and not ddp.stays_local(slot.tensor)
         ]
 
     def _reduce(self, grads: Iterable[torch.Tensor]) -> None:

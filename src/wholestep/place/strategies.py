@@ -58,7 +58,8 @@ class DataParallel:
             (record, node)
             for index, (record, node) in enumerate(zip(program.inputs, program.placeholders, strict=True))
             if record.kind is InputKind.BUFFER and node.users and index in written
-        ]
+            and record.name not in self.config.ignore
+        ]  # fmt: skip
         for _, group in groupby(sorted(chosen, key=_dtype_name), key=_dtype_name):
             self._broadcast(placer, list(group))
 
@@ -200,13 +201,14 @@ def place(
     does not say so of all.
 
     Raises:
-        PlacementError: for names in ``ignore`` that are no parameter of the step.
+        PlacementError: for names in ``ignore`` that are no parameter or buffer of the step.
     """
-    params = {record.name for record in program.inputs if record.kind is InputKind.PARAM}
-    unknown = sorted(set(config.ignore) - params) if config is not None else []
+    known = {record.name for record in program.inputs if record.kind in (InputKind.PARAM, InputKind.BUFFER)}
+    unknown = sorted(set(config.ignore) - known) if config is not None else []
     if unknown:
         raise PlacementError(
-            f"{type(config).__name__}(ignore=...) names {unknown}, but the step's parameters are {sorted(params)}."
+            f"{type(config).__name__}(ignore=...) names {unknown}, but the step's parameters and buffers are "
+            f"{sorted(known)}."
         )
     placed = _placer(program, config, axes, again).run()
     remove_dead_code(placed.graph)

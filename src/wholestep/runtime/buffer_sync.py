@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from wholestep.capture.functionalize.storage_resize import is_freed
+from wholestep.config import DataParallelOptions
 from wholestep.ir.ops.collectives import group_named
 from wholestep.ir.program import InputKind, MeshAxis, OutputKind, Program
 from wholestep.runtime.distributed.failure_report import named_failures
@@ -45,16 +46,24 @@ class BufferSync:
     evaluation steps in a row the first one does it. Ranks decide alike, as they run the same plans.
     """
 
-    def __init__(self, program: Program, tensors: list[torch.Tensor | int | None], axes: tuple[MeshAxis, ...]) -> None:
+    def __init__(
+        self, program: Program, tensors: list[torch.Tensor | int | None], axes: tuple[MeshAxis, ...],
+        strategy: DataParallelOptions,
+    ) -> None:  # fmt: skip
+        """`tensors`: the live ones of the program's inputs. Of a step that broadcasts none, what it writes is noted."""
         targets = {output.target for output in program.outputs if output.kind is OutputKind.WRITE}
         kept = program.host_buffers
         found = [
-            (index in targets, tensor)
+            (index in targets, record.name, tensor)
             for index, (record, tensor) in enumerate(zip(program.inputs, tensors, strict=True))
             if record.kind is InputKind.BUFFER and index not in kept and isinstance(tensor, torch.Tensor)
         ]
-        self._written = [tensor for is_written, tensor in found if is_written]
-        self._read = [tensor for is_written, tensor in found if not is_written]
+        self._written = [tensor for is_written, _, tensor in found if is_written]
+        self._read = [
+            tensor
+            for is_written, name, tensor in found
+            if strategy.broadcast_buffers and not is_written and name not in strategy.ignore
+        ]
         self._axes = axes
 
     def before_call(self) -> None:

@@ -20,6 +20,7 @@ from wholestep.capture.wrappers import ddp, fully_shard_settings
 from wholestep.config import DDP, FSDP, CastCompress, CommHook, Compress, PowerSGD, Strategy
 from wholestep.errors import ConfigError
 from wholestep.ir.dtensor.shards import is_sharded
+from wholestep.ir.program import InputKind
 from wholestep.runtime.distributed.world import World
 
 log = logging.getLogger("wholestep")
@@ -34,6 +35,13 @@ class WrappedStrategy:
     """None: the world."""
     reduced: frozenset[int]
     """ids of the parameters whose gradients are reduced."""
+    synced: frozenset[int] = frozenset()
+    """ids of the buffers that a call begins with as the first rank has them."""
+
+    @property
+    def managed(self) -> frozenset[int]:
+        """ids of the parameters whose gradients DistributedDataParallel reduces."""
+        return self.reduced if isinstance(self.strategy, DDP) else frozenset()
 
 
 def is_tensor_parallel(found: Reachable, given: Strategy | None) -> bool:
@@ -78,26 +86,20 @@ def _of_wrappers(found: Reachable, world: World) -> WrappedStrategy:
     settings = {name: ddp.settings_of(name, wrapper) for name, wrapper in found.wrappers.values()}
     (first, one), *others = settings.items()
     for name, other in others:
-        if (other.group, other.bucket_bytes, other.broadcast_buffers, other.hooks) != (
-            one.group, one.bucket_bytes, one.broadcast_buffers, one.hooks
-        ):  # fmt: skip
+        if other != one:
             raise ConfigError(
                 f"{first} and {name} are DistributedDataParallel with other settings: {one} and {other}. The graph of "
-                f"a step has one strategy. Wrap them alike, but for ignored parameters, or step them in two functions."
+                f"a step has one strategy. Wrap them alike, but for buffers and what they ignore, or step them in two."
             )
-    reduced = frozenset(
-        id(param)
-        for name, wrapper in found.wrappers.values()
-        for fqn, param in wrapper.module.named_parameters()
-        if fqn not in settings[name].ignored
-    )
+    wrappers = [wrapper for _, wrapper in found.wrappers.values()]
+    synced = frozenset(id(buffer) for wrapper in wrappers for buffer in ddp.synced_buffers(wrapper))
     strategy = DDP(
         bucket_bytes="auto" if one.bucket_bytes is None else one.bucket_bytes,
-        sync_at_start=False, broadcast_buffers=one.broadcast_buffers, compress=_compress(one.hooks),
+        sync_at_start=False, broadcast_buffers=bool(synced), compress=_compress(one.hooks),
     )  # fmt: skip
     is_world = dist.get_world_size(one.group) == world.size
     mesh = None if is_world else DeviceMesh.from_group(one.group, world.device.type)
-    return WrappedStrategy(strategy, mesh, reduced)
+    return WrappedStrategy(strategy, mesh, ddp.managed(wrappers), synced)
 
 
 def _of_sharded(found: Reachable, settings: list[fully_shard_settings.FullyShardSettings]) -> WrappedStrategy:
@@ -118,13 +120,24 @@ def _of_sharded(found: Reachable, settings: list[fully_shard_settings.FullyShard
     return WrappedStrategy(strategy, one.mesh, reduced)
 
 
-def with_ignored(strategy: Strategy, reduced: frozenset[int], params: Iterable[tuple[str, torch.Tensor]]) -> Strategy:
-    """A strategy that leaves those of a step's parameters local that no wrapper reduces, as eager code does.
+def leaving_alone(
+    strategy: Strategy, wrapped: WrappedStrategy, state: Iterable[tuple[InputKind, str, torch.Tensor]]
+) -> tuple[Strategy, list[str]]:
+    """A strategy that leaves to each rank what no wrapper reduces or synchronizes, as eager code does.
 
-    `reduced`: ids of the parameters that one does.
+    Args:
+        state: kinds, names and live tensors of the state of a step.
+
+    Returns:
+        The strategy, and the names of the parameters whose gradients stay local.
     """
-    names = tuple(name for name, one in params if one.requires_grad and not is_sharded(one) and id(one) not in reduced)
-    return replace(strategy, ignore=names)
+    params, buffers = [], []
+    for kind, name, one in state:
+        if kind is InputKind.PARAM and one.requires_grad and not is_sharded(one) and id(one) not in wrapped.reduced:
+            params.append(name)
+        elif kind is InputKind.BUFFER and strategy.broadcast_buffers and id(one) not in wrapped.synced:
+            buffers.append(name)
+    return replace(strategy, ignore=(*params, *buffers)), params
 
 
 def _compress(hooks: tuple[tuple[Any, Any], ...]) -> Compress | None:

@@ -90,12 +90,16 @@ def test_sharded_steps_start_warm(pool2: Any, tmp_path: Path, strategy: Strategy
         assert cold[0] == warm[0]
 
 
-def start_wrapped(ignored: list[str]) -> tuple[list[float], int, int]:
-    """Three steps with a DistributedDataParallel, of which some parameters stay local."""
+def start_wrapped(ignored: list[str], frozen: list[str] | None = None) -> tuple[list[float], int, int]:
+    """Three steps with a DistributedDataParallel, of which some parameters stay local; `frozen`: when it was made."""
     world = init()
     module, _, x, y = things(width=8)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
+    named = dict(module.named_parameters())
+    for name in frozen or ():
+        named[name].requires_grad_(False)
     model = DistributedDataParallel(module)
+    model.requires_grad_()
     step = ws.compile(train)
     torch.manual_seed(world.rank)
     found = losses(step, (model, torch.optim.SGD(model.parameters(), lr=0.1), x + world.rank, y))
@@ -105,15 +109,15 @@ def start_wrapped(ignored: list[str]) -> tuple[list[float], int, int]:
 def wrapped_starts(folder: str) -> list[Any]:
     with own_cache(folder):
         name = next(fqn for fqn, _ in things(width=8)[0].named_parameters())
-        return [start_wrapped([]), start_wrapped([]), start_wrapped([name])]
+        return [start_wrapped([]), start_wrapped([]), start_wrapped([name]), start_wrapped([], frozen=[name])]
 
 
 def test_wrapped_steps_start_warm_under_the_same_settings(pool2: Any, tmp_path: Path) -> None:
-    for cold, warm, other in pool2.run(wrapped_starts, str(tmp_path)):
+    for cold, warm, *others in pool2.run(wrapped_starts, str(tmp_path)):
         assert cold[1:] == (1, 0)
         assert warm[1:] == (0, 1)
         assert cold[0] == warm[0]
-        assert other[1:] == (1, 0)
+        assert [other[1:] for other in others] == [(1, 0), (1, 0)]
 
 
 def test_another_policy_of_types_is_another_step(pool2: Any, tmp_path: Path) -> None:

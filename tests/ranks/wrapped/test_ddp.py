@@ -331,7 +331,7 @@ def on_two_threads() -> tuple[bool, bool]:
     """Whether a forward was the wrapper's own: on the thread that traces, and on another one meanwhile."""
     module = DistributedDataParallel(net())
     x, _ = batches(1)[0]
-    with silent_forwards():
+    with silent_forwards(frozenset()):
         module(x)
         here = module._lazy_init_ran
         thread = threading.Thread(target=module, args=(x,))

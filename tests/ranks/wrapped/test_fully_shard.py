@@ -82,6 +82,31 @@ def test_settings_give_the_numbers_of_eager_training(pool2: Any, name: str) -> N
     assert [traces for traces, _ in pool2.run(equal_to_eager, train, SETTINGS[name])] == [1, 1]
 
 
+def hooked(clips: bool) -> int:
+    """Hooks on parameters: torch calls none for gradients of what it has cut, and those behind the accumulation."""
+    eager, ours, compiled = sharded(), sharded(), ws.compile(train, fullgraph=True)
+    for model, _ in (eager, ours):
+        for param in model.parameters():
+            param.register_hook(lambda grad: grad * 0.5)
+            if clips:
+                param.register_post_accumulate_grad_hook(_clip)
+    for x, y in batches(3):
+        assert torch.equal(train(*eager, x, y), compiled(*ours, x, y))
+    for one, other in zip(whole(eager[0]), whole(ours[0]), strict=True):
+        assert torch.equal(one, other)
+    return compiled.cache_info().traces
+
+
+def _clip(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad.clamp_(-1e-3, 1e-3)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_hooks_on_parameters_are_called_as_torch_calls_them(pool2: Any, clips: bool) -> None:
+    assert pool2.run(hooked, clips) == [1, 1]
+
+
 def trains_behind_an_evaluation() -> tuple[int, int]:
     """The first forward outside of a graph is in inference mode, and the second one is an eager step."""
     (eager, opt), (model, own), compiled = sharded(), sharded(), ws.compile(train, fullgraph=True)

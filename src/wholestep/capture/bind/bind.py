@@ -33,6 +33,7 @@ from wholestep.capture.reach.traced_inputs import (
 )
 from wholestep.capture.scalars.rank_symbols import ranks
 from wholestep.capture.sizes.size_symbols import SizeEnv
+from wholestep.capture.wrappers import ddp
 from wholestep.ir.dtensor.layouts import local_tensor
 from wholestep.ir.dtensor.shards import is_dtensor, local_value
 from wholestep.ir.program import InputKind, Program
@@ -122,6 +123,10 @@ class _Live:
         if made := [one for one in spec.outputs if isinstance(one, StateSink)]:
             entries = tuple((one.address.holder(self._state), one.address.key) for one in made)
             yield effects.SetOptimizerState(entries, len(spec.outputs) - len(made))
+        wrappers = [wrapper for _, wrapper in self._context.reachable.wrappers.values()]
+        for number, is_awaited in spec.forwards:
+            if ddp.changes_note(wrappers[number], is_awaited):
+                yield effects.NoteForward(wrappers[number], is_awaited)
         yield self._result(returned)
 
     def _gradients(self) -> Iterator[Effect]:

@@ -107,6 +107,8 @@ class BindingSpec:
     """Of what the step returns."""
     leaves: tuple[Any, ...]
     """Leaves of the result: `StateRef`, `StateView`, or a value; None where an output fills it."""
+    forwards: tuple[tuple[int, bool], ...]
+    """Numbers of the DistributedDataParallel whose forwards ran, with whether a reduction follows the last one."""
     stepped_optimizers: tuple[int, ...]
     """Those that the step steps, by number: schedulers look at that before they warn."""
     reads: TraceReads

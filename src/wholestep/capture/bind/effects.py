@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from wholestep.capture.python import tree_util
 from wholestep.capture.reach.traced_inputs import StateView
+from wholestep.capture.wrappers import ddp
 
 Holder = Callable[[], dict[Any, Any]]
 """Gives the dict in which an optimizer keeps something, which it may replace between calls."""
@@ -76,6 +78,18 @@ class SetOptimizerState:
         made = call.outputs[self.first : self.first + len(self.entries)]
         for (holder, key), value in zip(self.entries, made, strict=True):
             holder()[key] = value
+
+
+@dataclass(frozen=True, slots=True)
+class NoteForward:
+    """A DistributedDataParallel whose last forward in the call was another than the one before it: see `ddp`."""
+
+    wrapper: DistributedDataParallel
+    is_awaited: bool
+
+    def apply(self, call: CallOutcome) -> None:
+        """See `Effect`."""
+        ddp.set_awaited(self.wrapper, self.is_awaited)
 
 
 @dataclass(frozen=True, slots=True)

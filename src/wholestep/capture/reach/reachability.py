@@ -164,7 +164,8 @@ class Walker:
     def _settings(self, name: str, wrapper: DistributedDataParallel) -> None:
         """The rest of what a wrapper holds moves with its eager calls."""
         self.reachable.wrappers[id(wrapper)] = (name, wrapper)
-        self._watch(vars(wrapper), name, ddp.SETTINGS)
+        self._watch(vars(wrapper), name, ddp.settings_of_trace(wrapper))
+        self._watch(ddp.facts_of_reducer(wrapper), name, None)
         self._watch(wrapper._comm_hooks, f"{name}._comm_hooks", None)
 
     def _module(self, name: str, module: nn.Module, depth: int) -> None:

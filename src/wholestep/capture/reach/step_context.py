@@ -21,8 +21,8 @@ from wholestep.capture.reach.train_state import CutState, LazyState, TrainState
 from wholestep.capture.scalars.hyperparameters import HyperparameterLifter
 from wholestep.capture.scalars.varying_numbers import ScalarLocation, VaryingNumbers, VaryingValue, fits_a_box, identity
 from wholestep.capture.sizes.size_symbols import SMALLEST, may_move, memory_of
-from wholestep.capture.wrappers import tensor_parallel
-from wholestep.capture.wrappers.fully_shard_settings import sharded_modules
+from wholestep.capture.wrappers import ddp, tensor_parallel
+from wholestep.capture.wrappers.fully_shard_settings import sharded_by_user, sharded_modules
 from wholestep.errors import CaptureError
 from wholestep.ir.program import InputKind
 
@@ -65,6 +65,10 @@ class StepContext:
         self.lazy = LazyState(list(self.reachable.optimizers.values()), cut_state)
         try:
             self.state: TrainState = stating.collect(self.reachable)
+            self.managed = ddp.managed(wrapper for _, wrapper in self.reachable.wrappers.values())
+            """ids of the parameters whose gradients DistributedDataParallel reduces."""
+            self.unhooked = sharded_by_user(root for _, root in self.reachable.modules.values())
+            """ids of parameters whose hooks eager code does not call."""
             self.sees_parts = bool(stating.parallel_parameters(self.reachable, self.state))
             """Whether a trace sees this rank's parts of DTensors, and not whole tensors in their place."""
             self.outside = self._places_of(varying)

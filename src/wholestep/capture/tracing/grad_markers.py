@@ -6,6 +6,9 @@ hooks see the local gradient, and what they leave is reduced (measured on torch 
 therefore comes behind them. A hook that leaves no gradient has used it up, as an optimizer that steps inside
 of the backward does; there DistributedDataParallel would train every rank on its own data in silence. So the
 gradient is marked before the hooks too, and this first marker is withdrawn when they leave a gradient.
+
+Of a parameter that its user gave to ``fully_shard``, torch calls these hooks with the reduced gradient, and hooks for
+gradients not at all.
 """
 
 from __future__ import annotations
@@ -50,23 +53,25 @@ class GradMarkers:
         graph_edit.replace_nodes(withdrawn)
 
     @contextmanager
-    def on(self, params: dict[int, tuple[str, torch.Tensor]]) -> Iterator[None]:
+    def on(self, params: dict[int, tuple[str, torch.Tensor]], unhooked: frozenset[int] = frozenset()) -> Iterator[None]:
         """While open, every accumulated ``.grad`` of these parameters carries a marker with the parameter's name.
 
-        Not where a DistributedDataParallel keeps it local, in ``no_sync()``.
+        Not where a DistributedDataParallel keeps it local, as in ``no_sync()``.
 
         Hooks live on the tensor's implementation, which tracing swaps: setting them again puts them, and hooks
-        on the gradient, on the one in place now.
+        on the gradient, on the one in place now. Those of `unhooked`, by id, are left out, and their
+        post-accumulate hooks see reduced gradients.
         """
         saved: list[tuple[torch.Tensor, Any]] = []
         for name, param in params.values():
-            if param._backward_hooks:
+            if param._backward_hooks and id(param) not in unhooked:
                 param._backward_hooks = param._backward_hooks
             if not (param.is_leaf and param.requires_grad):
                 continue
             theirs = param._post_accumulate_grad_hooks
             saved.append((param, theirs))
-            hooks = OrderedDict({"wholestep": self._hook(name, list((theirs or {}).values()))})
+            own = self._hook(name, list((theirs or {}).values()), see_reduced=id(param) in unhooked)
+            hooks = OrderedDict({"wholestep": own})
             param._post_accumulate_grad_hooks = hooks
         try:
             yield
@@ -74,17 +79,20 @@ class GradMarkers:
             for param, theirs in saved:
                 param._post_accumulate_grad_hooks = theirs
 
-    def _hook(self, name: str, theirs: list[Callable[[torch.Tensor], None]]) -> Callable[[torch.Tensor], None]:
+    def _hook(
+        self, name: str, theirs: list[Callable[[torch.Tensor], None]], *, see_reduced: bool
+    ) -> Callable[[torch.Tensor], None]:
         def mark_and_call(param: torch.Tensor) -> None:
-            if ddp.is_unsynced(param):
+            if ddp.stays_local(param):
                 for hook in theirs:
                     hook(param)
                 return
+            ddp.note_gradient(param)
             number = self._count
             self._mark_grad(param, name)
             for hook in theirs:
                 hook(param)
-            if theirs and param.grad is not None:
+            if theirs and param.grad is not None and not see_reduced:
                 self._withdrawn.add(number)
                 self._mark_grad(param, name)
 

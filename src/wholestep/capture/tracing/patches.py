@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _foreach_utils
 
 from wholestep.capture.functionalize.storage_resize import StorageRecorder
@@ -38,8 +39,7 @@ from wholestep.capture.tracing.module_to import module_to_is_identity
 from wholestep.capture.tracing.process_group_rules import RULES
 from wholestep.capture.tracing.process_groups import ProcessGroupRecorder
 from wholestep.capture.tracing.rnn_unroll import unrolled_rnns
-from wholestep.capture.wrappers import tensor_parallel
-from wholestep.capture.wrappers.ddp import silent_forwards
+from wholestep.capture.wrappers import ddp, tensor_parallel
 from wholestep.capture.wrappers.fully_shard_hooks import silent_hooks
 from wholestep.capture.wrappers.sync_batch_norm import graph_batch_norms
 from wholestep.errors import CaptureError
@@ -91,8 +91,14 @@ class Recorders:
     """Numbers of the host, while the step runs."""
     had_grads: dict[int, bool] = field(default_factory=dict)
     """By id of each argument that is a leaf, whether it had a gradient before the call."""
+    forwards: dict[int, bool] = field(default_factory=dict)
+    """By id of each DistributedDataParallel whether a reduction follows its last forward."""
     looked_at: set[int] = field(default_factory=set)
     """ids of those whose gradient Python has looked at."""
+
+    def note_forward(self, wrapper: DistributedDataParallel, is_awaited: bool) -> None:
+        """A forward of a DistributedDataParallel has run; `is_awaited`: as `ddp.set_awaited` has it."""
+        self.forwards[id(wrapper)] = is_awaited
 
     def note_gradient(self, tensor: torch.Tensor) -> None:
         """Python looks at the gradient of a tensor. Raises CaptureError for one that came with an argument."""
@@ -146,11 +152,11 @@ def _modes(context: StepContext, recorders: Recorders) -> Iterator[AbstractConte
         yield without_plans()
     yield recorders.mode
     yield torch.autograd.set_multithreading_enabled(False)  # dispatch modes belong to this thread
-    yield silent_forwards()
+    yield ddp.silent_forwards(context.managed, recorders.note_forward)
     if context.sees_parts:
         yield tensor_parallel.numbers_stand_apart()
     else:
-        yield recorders.markers.on({id(s.tensor): (s.name, s.tensor) for s in context.state.params})
+        yield recorders.markers.on({id(s.tensor): (s.name, s.tensor) for s in context.state.params}, context.unhooked)
     yield recorders.origins.recording()
     yield traced_generator()
     yield unrolled_rnns()
@@ -193,13 +199,13 @@ def _marking_backward(original: Engine, state: TrainState, recorders: Recorders)
     names = {id(s.tensor): s.name for s in state.params if not is_dtensor(s.tensor)}
 
     def run(tensors: Any, grads: Any, keep: Any, create: Any, inputs: Any, *rest: Any, **kw: Any) -> Any:
-        with recorders.origins.backward():
+        with recorders.origins.backward(), ddp.a_backward():
             result = original(tensors, grads, keep, create, inputs, *rest, **kw)
             recorders.uses_grads |= bool(kw.get("accumulate_grad"))
             if kw.get("accumulate_grad") or create:
                 return result
             # torch.autograd.grad gives gradients without accumulating them: they are final here.
-            leaves = [names.get(id(one)) for one in inputs]
+            leaves = [None if ddp.is_managed(one) else names.get(id(one)) for one in inputs]
             with torch.no_grad():
                 return tuple(
                     grad if name is None or grad is None else recorders.markers.mark(grad, name)

@@ -88,6 +88,8 @@ class Trace:
     stepped_optimizers: set[int]
     uses_grads: bool
     """Whether a backward has left gradients, which may be gone by now, or Python has looked at some."""
+    forwards: dict[int, bool]
+    """By id of each DistributedDataParallel whose forward ran: whether a reduction follows the last one."""
     looked_at: frozenset[int]
     """ids of arguments whose gradient Python has looked at."""
     ranks: list[Rank]
@@ -163,6 +165,7 @@ class Tracer:
             sizes=recorders.sizes,
             recorded=recorded[0], storages=recorders.storages, stepped=recorders.stepped.params,
             stepped_optimizers=recorders.stepped.optimizers, uses_grads=recorders.uses_grads,
+            forwards=recorders.forwards,
             looked_at=frozenset(recorders.looked_at),
             ranks=ranks, foreign=_undiscovered(module),
         )  # fmt: skip

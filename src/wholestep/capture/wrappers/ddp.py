@@ -3,13 +3,18 @@
 [Note: why no gradient is reduced twice]
 The reducer of a wrapper expects gradients only behind a forward that has prepared it for them. A compiled step's
 forwards do not, so the hooks that it has put on parameters return at once, and work again behind the next eager one.
+
+[Note: which gradients a wrapper reduces]
+Those of the parameters that trained when the module was wrapped, each once behind a forward of the wrapper that was not
+in ``no_sync()``. A gradient of a call of the module inside, of a second backward, or of ``torch.autograd.grad`` stays
+local, since no reducer waits for it. A step keeps the same account.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +23,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholestep.capture.python import tree_util
 from wholestep.capture.python.tracing_thread import on_this_thread
@@ -31,11 +37,15 @@ BUILTIN_HOOKS: Any = dist.BuiltinCommHookType  # type: ignore[attr-defined] # pu
 SYNC_KEY = "require_backward_grad_sync"
 """Where a wrapper notes that it reduces gradients: False inside of ``no_sync()``."""
 
+FORWARD_KEY = "require_forward_param_sync"
+"""Where it notes that its last forward was one that a reduction follows: the next one synchronizes buffers."""
+
 SETTINGS = (
     SYNC_KEY, "bucket_bytes_cap", "bucket_bytes_cap_default", "broadcast_buffers", "forward_sync_buffers",
-    "parameters_to_ignore", "process_group", "mixed_precision", "training", "_join_config", "bucket_bytes_cap_list",
+    "parameters_to_ignore", "process_group", "mixed_precision", "training", "_join_config",
+    "bucket_bytes_cap_list",
 )  # fmt: skip
-"""Attributes that a trace depends on. The others move with eager calls, or change no number."""
+"""Attributes that every trace depends on. The others move with eager calls, or change no number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +55,6 @@ class DDPSettings:
     group: dist.ProcessGroup
     bucket_bytes: int | None
     """None where its owner set no bound."""
-    broadcast_buffers: bool
-    ignored: frozenset[str]
-    """Names, inside of the module, of parameters whose gradients stay local."""
     hooks: tuple[tuple[Any, Any], ...]
     """Each hook for communication with its state: a function, or a ``BuiltinCommHookType``."""
 
@@ -73,6 +80,11 @@ def settings_of(name: str, wrapper: DistributedDataParallel) -> DDPSettings:
         log.warning(
             "%s has bounds for each bucket: all buckets get the one of %d bytes.", name, wrapper.bucket_bytes_cap
         )
+    if wrapper._delay_all_reduce_params:
+        raise ConfigError(
+            f"{name} is DistributedDataParallel(delay_all_reduce_named_params=...), which reduces in a hook of its "
+            f"own. Leave it out: a graph starts each reduction when its gradient is there, and waits where it is used."
+        )
     if wrapper._use_python_reducer:
         raise ConfigError(
             f"{name} uses the reducer in Python of torch.compile. Leave torch._dynamo.config.optimize_ddp as it is "
@@ -81,8 +93,6 @@ def settings_of(name: str, wrapper: DistributedDataParallel) -> DDPSettings:
     return DDPSettings(
         group=wrapper.process_group,
         bucket_bytes=None if wrapper.bucket_bytes_cap_default else int(wrapper.bucket_bytes_cap),
-        broadcast_buffers=bool(wrapper.broadcast_buffers),
-        ignored=frozenset(wrapper.parameters_to_ignore),
         hooks=_hooks(wrapper),
     )
 
@@ -96,47 +106,150 @@ def _hooks(wrapper: DistributedDataParallel) -> tuple[tuple[Any, Any], ...]:
     return () if builtin is None else ((builtin, None),)
 
 
-Wrappers = tuple[DistributedDataParallel, ...]
+class _NoMemory(TorchDispatchMode):
+    """Has what is asked of a reducer take no memory: it gives zeros of the size of all gradients."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return torch.empty(0)
 
 
-class _LastForwards(threading.local):
-    """Which wrappers ran their last forward in ``no_sync()``, so that their gradients stay local. Of each thread."""
+def reduced_parameters(wrapper: DistributedDataParallel) -> list[torch.Tensor]:
+    """The parameters that the reducer of a wrapper has: those that trained when the module was wrapped."""
+    try:
+        with _NoMemory():  # type: ignore[no-untyped-call]
+            buckets = wrapper.reducer._get_zeros_like_grad_buckets()
+    except RuntimeError:  # a bucket for sparse gradients, before the first of them
+        return [one for one in wrapper._build_params_for_reducer()[0] if _is_among(one, wrapper._module_parameters)]
+    return [param for bucket in buckets for param in bucket.parameters()]
 
-    unsynced: Wrappers = ()
+
+def _is_among(tensor: torch.Tensor, others: list[torch.Tensor]) -> bool:
+    return any(tensor is one for one in others)
 
 
-_last_forwards = _LastForwards()
+def managed(wrappers: Iterable[DistributedDataParallel]) -> frozenset[int]:
+    """ids of the parameters whose gradients these wrappers reduce."""
+    return frozenset(id(param) for wrapper in wrappers for param in reduced_parameters(wrapper))
 
 
-def unsynced() -> Wrappers:
-    """The wrappers whose gradients stay local at this moment."""
-    return _last_forwards.unsynced
+def facts_of_reducer(wrapper: DistributedDataParallel) -> dict[str, Any]:
+    """What a trace depends on besides: the names of the parameters that the reducer has. They never change."""
+    has = managed([wrapper])
+    return {"reduced": tuple(name for name, one in wrapper.module.named_parameters() if id(one) in has)}
+
+
+class _Account(threading.local):
+    """Which gradients are reduced, by ids of parameters. Of each thread."""
+
+    managed: frozenset[int] = frozenset()
+    """Those that are reduced by some wrapper."""
+    awaited: frozenset[int] = frozenset()
+    """Those of them whose next gradient is."""
+    came: frozenset[int] = frozenset()
+    """Those whose gradient came in the backward that runs."""
+    backwards: int = 0
+    """How many backwards run, one within the other."""
+
+
+_account = _Account()
+
+
+def awaited() -> frozenset[int]:
+    """ids of the parameters in wrappers whose next gradient is reduced."""
+    return _account.awaited
 
 
 @contextmanager
-def with_unsynced(wrappers: Wrappers) -> Iterator[None]:
-    """While open, the gradients of these wrappers stay local, until a forward says otherwise."""
-    around, _last_forwards.unsynced = _last_forwards.unsynced, wrappers
+def with_awaited(params: frozenset[int]) -> Iterator[None]:
+    """While open, the next gradients of these parameters are reduced, until a forward or a backward says otherwise."""
+    around, _account.awaited = _account.awaited, params
     try:
         yield
     finally:
-        _last_forwards.unsynced = around
+        _account.awaited = around
 
 
-def is_unsynced(param: torch.Tensor) -> bool:
-    """Whether the gradient of a parameter stays local at this moment."""
-    return any(param is one for wrapper in _last_forwards.unsynced for one in wrapper.module.parameters())
+def is_managed(param: torch.Tensor) -> bool:
+    """Whether a wrapper reduces gradients of a parameter."""
+    return id(param) in _account.managed
 
 
-def _note_forward(wrapper: DistributedDataParallel) -> None:
-    if torch.is_grad_enabled():  # else no backward comes behind it
-        others = tuple(one for one in _last_forwards.unsynced if one is not wrapper)
-        _last_forwards.unsynced = others if wrapper.require_backward_grad_sync else (*others, wrapper)
+def stays_local(param: torch.Tensor) -> bool:
+    """Whether a wrapper that reduces gradients of a parameter does not reduce the one that comes now."""
+    return is_managed(param) and id(param) not in _account.awaited
+
+
+def note_gradient(param: torch.Tensor) -> None:
+    """A gradient of the parameter was reduced. (A backward within another may give it another part.)"""
+    if is_managed(param):
+        _account.came |= {id(param)}
 
 
 @contextmanager
-def silent_forwards() -> Iterator[None]:
-    """While open, forwards of wrappers on this thread communicate nothing, and those in ``no_sync()`` are noted."""
+def a_backward() -> Iterator[None]:
+    """Around a backward: what it reduces is awaited no more behind the outermost one."""
+    _account.backwards += 1
+    try:
+        yield
+    finally:
+        _account.backwards -= 1
+        if _account.backwards == 0:
+            _account.awaited -= _account.came
+            _account.came = frozenset()
+
+
+def synced_buffers(wrapper: DistributedDataParallel) -> list[torch.Tensor]:
+    """The buffers that the next forward of a wrapper gives the values of the first rank.
+
+    In evaluation, where none is written, those that any forward does: they travel if they were written before.
+    """
+    if not wrapper.broadcast_buffers or (wrapper.training and not getattr(wrapper, FORWARD_KEY)):
+        return []
+    return [one for name, one in wrapper.module.named_buffers() if name not in wrapper.parameters_to_ignore]
+
+
+def settings_of_trace(wrapper: DistributedDataParallel) -> tuple[str, ...]:
+    """Attributes of a wrapper that a trace depends on."""
+    return (*SETTINGS, FORWARD_KEY) if wrapper.training and _synchronizes(wrapper) else SETTINGS
+
+
+def changes_note(wrapper: DistributedDataParallel, is_awaited: bool) -> bool:
+    """Whether calls of a trace, in which the last forward was such a one, have to note it in a wrapper."""
+    is_known = wrapper.training and getattr(wrapper, FORWARD_KEY) == is_awaited  # a guard holds what it was
+    return _synchronizes(wrapper) and not is_known
+
+
+def _synchronizes(wrapper: DistributedDataParallel) -> bool:
+    return bool(wrapper.broadcast_buffers) and next(wrapper.module.buffers(), None) is not None
+
+
+def _is_awaited(wrapper: DistributedDataParallel) -> bool:
+    """Whether a forward that begins now is followed by a backward whose gradients are reduced, as far as one knows."""
+    return torch.is_grad_enabled() and bool(wrapper.require_backward_grad_sync)
+
+
+def set_awaited(wrapper: DistributedDataParallel, is_awaited: bool) -> None:
+    """Notes in a wrapper what its last forward was, as that does itself: behind one that no reduction follows, the next
+    one gives buffers no values of the first rank."""
+    setattr(wrapper, FORWARD_KEY, is_awaited)
+
+
+def _note_forward(wrapper: DistributedDataParallel) -> None:
+    if _is_awaited(wrapper):
+        _account.awaited |= {id(param) for param in wrapper.module.parameters()} & _account.managed
+
+
+@contextmanager
+def silent_forwards(
+    params: frozenset[int], note: Callable[[DistributedDataParallel, bool], None] = set_awaited
+) -> Iterator[None]:
+    """While open, forwards of wrappers on this thread communicate nothing, and are noted.
+
+    Args:
+        params: ids of the parameters whose gradients the wrappers of a step reduce; see `managed`. Those of a step
+            around this one stay so.
+        note: called behind a forward, with the wrapper and whether a reduction follows; see `set_awaited`.
+    """
     original = DistributedDataParallel.forward
 
     def forward(wrapper: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
@@ -146,8 +259,15 @@ def silent_forwards() -> Iterator[None]:
             leaves, spec = tree_util.flatten((inputs, kwargs))
             leaves = [leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             inputs, kwargs = tree_util.unflatten(leaves, spec)
-        return wrapper.module(*inputs, **kwargs)
+        output = wrapper.module(*inputs, **kwargs)
+        note(wrapper, _is_awaited(wrapper))
+        return output
 
     silent = on_this_thread(forward, original)
-    with patch.object(DistributedDataParallel, "forward", silent), with_unsynced(()):
-        yield
+    around = _account.managed
+    with patch.object(DistributedDataParallel, "forward", silent), with_awaited(frozenset()):
+        _account.managed = around | params
+        try:
+            yield
+        finally:
+            _account.managed = around

@@ -95,6 +95,43 @@ def before_forwards(do: Callable[[], None]) -> Iterator[None]:
         yield
 
 
+_KEPT = "_wholestep_nodes"
+"""Where something is kept with the state of a module, which nobody looks at."""
+
+
+def kept_with(module: FSDPModule) -> Any:
+    """What was kept with a sharded module; None if nothing was."""
+    return getattr(module._get_fsdp_state(), _KEPT, None)
+
+
+def keep_with(module: FSDPModule, what: Any) -> None:
+    """Keeps something as long as a sharded module lives."""
+    setattr(module._get_fsdp_state(), _KEPT, what)
+
+
+_BY_STRATEGY = "_wholestep_strategy"
+
+
+def note_strategy(module: FSDPModule) -> None:
+    """Notes that a strategy has sharded the module, and not its user."""
+    setattr(module._get_fsdp_state(), _BY_STRATEGY, True)
+
+
+def is_of_strategy(module: FSDPModule) -> bool:
+    """Whether a strategy has sharded the module, whose user wrote for whole parameters."""
+    return getattr(module._get_fsdp_state(), _BY_STRATEGY, False)
+
+
+_live_backwards = 0
+"""How many backwards run in which a live step reduces gradients of whole parameters."""
+
+
+def reduces_by_itself() -> bool:
+    """Whether a backward runs in which a live step reduces gradients of whole parameters. (Of any thread: on a GPU
+    gradients are accumulated by another one than that which asks for them.)"""
+    return _live_backwards > 0
+
+
 @contextmanager
 def reduced_alike() -> Iterator[set[int]]:
     """While open, a backward reduces gradients of the same parameters on all ranks, whatever each of them has used.
@@ -116,8 +153,13 @@ def reduced_alike() -> Iterator[set[int]]:
                 used.add(id(one.sharded_param))
         original(group, *args)
 
-    with patch.object(FSDPParamGroup, "post_backward", post_backward):
-        yield used
+    global _live_backwards
+    _live_backwards += 1
+    try:
+        with patch.object(FSDPParamGroup, "post_backward", post_backward):
+            yield used
+    finally:
+        _live_backwards -= 1
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import Replicate
 
+from wholestep.capture.wrappers.fully_shard_hooks import is_of_strategy
 from wholestep.errors import ConfigError
 
 
@@ -62,6 +63,18 @@ def gathered_leaves(roots: Iterable[nn.Module]) -> dict[int, torch.Tensor]:
     """By id of sharded parameters the whole ones that forwards have used, which are the leaves of their graphs."""
     params = [one for root in roots for _, group in _groups(root) for one in group.fsdp_params]
     return {id(one.sharded_param): one._unsharded_param for one in params if hasattr(one, "_unsharded_param")}
+
+
+def sharded_by_user(roots: Iterable[nn.Module]) -> frozenset[int]:
+    """ids of the sharded parameters of modules that no strategy has sharded."""
+    modules = (module for module in sharded_modules(roots) if not is_of_strategy(module))
+    params = (one for module in modules for group in _groups_of(module) for one in group.fsdp_params)
+    return frozenset(id(one.sharded_param) for one in params)
+
+
+def waits_for_more(root: nn.Module) -> bool:
+    """Whether gradients stay local for now: ``set_requires_gradient_sync(False)``."""
+    return any(not group.reduce_grads for _, group in _groups(root))
 
 
 def gather_once(root: nn.Module) -> None:

@@ -75,7 +75,7 @@ def current_modes() -> Modes:
             casts = (*casts, ("cuda", torch.get_autocast_dtype("cuda")))
     return (
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
-        torch.is_autocast_cache_enabled(), casts, ddp.unsynced(), _BLOCKS.ended,
+        torch.is_autocast_cache_enabled(), casts, ddp.awaited(), _BLOCKS.ended,
     )  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def _casts(device: str) -> bool:
 @contextmanager
 def under(modes: Modes) -> Iterator[None]:
     """While open, these modes hold."""
-    grad, inference, dtype, caches, casts, unsynced, _ = modes
+    grad, inference, dtype, caches, casts, awaited, _ = modes
     dtype_around = torch.get_default_dtype()
     with ExitStack() as stack:
         if inference != torch.is_inference_mode_enabled():
@@ -103,7 +103,7 @@ def under(modes: Modes) -> Iterator[None]:
                 stack.enter_context(
                     torch.autocast(device, dtype=wanted, enabled=wanted is not None, cache_enabled=caches)
                 )
-        stack.enter_context(ddp.with_unsynced(unsynced))
+        stack.enter_context(ddp.with_awaited(awaited))
         torch.set_default_dtype(dtype)
         try:
             yield

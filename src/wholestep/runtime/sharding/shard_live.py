@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 from wholestep.capture.reach.reachability import find_reachable
 from wholestep.capture.reach.reachable import Reachable
 from wholestep.capture.reach.train_state import CutState, states
-from wholestep.capture.wrappers.fully_shard_hooks import is_fully_sharded
+from wholestep.capture.wrappers.fully_shard_hooks import is_fully_sharded, note_strategy
 from wholestep.capture.wrappers.fully_shard_settings import gather_once
 from wholestep.config import FSDP, ZeRO
 from wholestep.ir.dtensor.shards import cut, default_dim, is_sharded, replicated_and
@@ -34,6 +34,7 @@ from wholestep.runtime.sharding.materialize import Initialize, check_initializer
 from wholestep.runtime.sharding.replace_references import cut_state, replace_everywhere
 from wholestep.runtime.sharding.units import units_of
 from wholestep.runtime.sharding.whole_copies import allow_copies
+from wholestep.runtime.sharding.whole_parameters import reduce_whole
 
 log = logging.getLogger("wholestep")
 
@@ -87,6 +88,7 @@ def shard_parameters(
     for name, root in found.modules.values():
         units = units_of(root, config.units)
         if all(map(is_sharded, _cut_parameters(root, config, name))) or all(map(is_fully_sharded, units)):
+            reduce_whole(root, _ignored_parameters(root, config, name), config, axes)
             continue
         if config.sync_at_start:
             tensors = [*root.parameters(), *root.buffers()]
@@ -98,6 +100,7 @@ def shard_parameters(
             last = {id(old): new for old, new in pairs}
             replace_everywhere([*pairs, *((old, last.get(id(new), new)) for old, new in made)])
         gather_once(root)
+        reduce_whole(root, _ignored_parameters(root, config, name), config, axes)
         log.info("%s is sharded over %d ranks", name, axes[0].size)
 
 
@@ -150,6 +153,10 @@ def _cut_parameters(root: nn.Module, config: FSDP, name: str) -> list[torch.Tens
     return [one for fqn, one in named if not {fqn, f"{name}.{fqn}"} & set(config.ignore)]
 
 
+def _ignored_parameters(root: nn.Module, config: FSDP, name: str) -> list[torch.Tensor]:
+    return [one for fqn, one in root.named_parameters() if {fqn, f"{name}.{fqn}"} & set(config.ignore)]
+
+
 def _shard_unit(
     root: nn.Module, unit: nn.Module, config: FSDP, mesh: DeviceMesh, name: str
 ) -> list[tuple[torch.Tensor, DTensor]]:
@@ -164,6 +171,7 @@ def _shard_unit(
         mp_policy=config.mp_policy or MixedPrecisionPolicy(), ignored_params=ignored or None,
     )  # fmt: skip
     allow_copies(unit)
+    note_strategy(module)
     if config.reduce == "sum":
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # not every backend multiplies in front of a sum

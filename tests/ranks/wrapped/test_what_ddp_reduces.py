@@ -1,0 +1,319 @@
+"""What DistributedDataParallel reduces and synchronizes, and what stays with each rank: a compiled step does the same.
+
+Each case is a loop of a user. It runs twice, eager and with its step compiled, on the same data of each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import wholestep as ws
+
+pytestmark = pytest.mark.ranks
+
+CALLS = 5
+Make = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Compiles a step, or gives it as it is."""
+
+
+def batches(count: int = CALLS) -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(1 + dist.get_rank())
+    return [(torch.randn(6, 8, generator=draw), torch.randint(0, 4, (6,), generator=draw)) for _ in range(count)]
+
+
+def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def plain() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def normed() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
+
+
+class Loop:
+    """A wrapped model, its optimizer, and what a test compares."""
+
+    def __init__(self, inner: nn.Module, **settings: Any) -> None:
+        self.model = DistributedDataParallel(inner, **settings)
+        self.opt = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.seen: list[Tensor] = []
+
+    def update(self) -> None:
+        self.opt.step()
+        self.opt.zero_grad()
+
+    def evaluate(self) -> None:
+        self.model.eval()
+        with torch.no_grad():
+            self.seen.append(self.model(batches(1)[0][0]))
+        self.model.train()
+
+    def results(self) -> list[Tensor]:
+        return [*self.seen, *(one.detach().clone() for one in self.model.module.state_dict().values())]
+
+
+def the_module_inside(make: Make) -> list[Tensor]:
+    """A forward that goes past the wrapper, as ``model.module.loss(...)`` does."""
+    loop = Loop(plain())
+
+    def step(x: Tensor, y: Tensor) -> None:
+        loss_of(loop.model.module, x, y).backward()
+        loop.update()
+
+    step = make(step)
+    for x, y in batches():
+        step(x, y)
+    return loop.results()
+
+
+def reduced_by_hand(make: Make) -> list[Tensor]:
+    """The same, and the user sums gradients over the ranks."""
+    loop = Loop(plain())
+
+    def step(x: Tensor, y: Tensor) -> None:
+        loss_of(loop.model.module, x, y).backward()
+        for param in loop.model.parameters():
+            assert param.grad is not None
+            dist.all_reduce(param.grad)
+        loop.update()
+
+    step = make(step)
+    for x, y in batches():
+        step(x, y)
+    return loop.results()
+
+
+def a_second_backward(make: Make) -> list[Tensor]:
+    """Behind one forward the first backward is reduced and the second one is not."""
+    loop = Loop(plain())
+
+    def step(x: Tensor, y: Tensor) -> None:
+        out = loop.model(x)
+        nn.functional.cross_entropy(out, y).backward(retain_graph=True)
+        out.pow(2).mean().backward()
+        loop.update()
+
+    step = make(step)
+    for x, y in batches():
+        step(x, y)
+    return loop.results()
+
+
+def gradients_that_are_returned(make: Make) -> list[Tensor]:
+    """``torch.autograd.grad`` calls no hook of a wrapper."""
+    loop = Loop(plain())
+
+    def step(x: Tensor, y: Tensor) -> None:
+        params = list(loop.model.parameters())
+        for param, grad in zip(params, torch.autograd.grad(loss_of(loop.model, x, y), params), strict=True):
+            param.grad = grad
+        loop.update()
+
+    step = make(step)
+    for x, y in batches():
+        step(x, y)
+    return loop.results()
+
+
+def unfrozen_later(make: Make) -> list[Tensor]:
+    """The reducer has no parameter that did not train when the module was wrapped."""
+    inner = plain()
+    inner[0].requires_grad_(False)
+    loop = Loop(inner)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        loss_of(loop.model, x, y).backward()
+        loop.update()
+
+    step = make(step)
+    for number, (x, y) in enumerate(batches()):
+        inner[0].requires_grad_(number >= 2)
+        step(x, y)
+    return loop.results()
+
+
+def added_later(make: Make) -> list[Tensor]:
+    inner = plain()
+    loop = Loop(inner)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        loss_of(loop.model, x, y).backward()
+        loop.update()
+
+    step = make(step)
+    for number, (x, y) in enumerate(batches()):
+        if number == 2:
+            inner.append(nn.Linear(4, 4))
+            loop.opt.add_param_group({"params": [*inner[-1].parameters()]})
+        step(x, y)
+    return loop.results()
+
+
+def an_ignored_buffer(make: Make) -> list[Tensor]:
+    inner = normed()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, ["1.running_mean"])
+    loop = Loop(inner)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        loss_of(loop.model, x, y).backward()
+        loop.update()
+
+    step = make(step)
+    for x, y in batches():
+        step(x, y)
+    return loop.results()
+
+
+def evaluations_between(make: Make) -> list[Tensor]:
+    """A forward without gradients has the next one give buffers no values of rank 0; evaluations see what they see."""
+    loop = Loop(normed())
+
+    def step(x: Tensor, y: Tensor) -> None:
+        loss_of(loop.model, x, y).backward()
+        loop.update()
+
+    step = make(step)
+    for x, y in batches():
+        step(x, y)
+        loop.evaluate()
+    return loop.results()
+
+
+def compiled_evaluations(make: Make) -> list[Tensor]:
+    loop = Loop(normed())
+
+    def step(x: Tensor, y: Tensor) -> None:
+        loss_of(loop.model, x, y).backward()
+        loop.update()
+
+    def evaluation(x: Tensor) -> Any:
+        with torch.no_grad():
+            return loop.model(x)
+
+    step, evaluation = make(step), make(evaluation)
+    for x, y in batches():
+        step(x, y)
+        loop.model.eval()
+        loop.seen.append(evaluation(x).clone())
+        loop.model.train()
+    return loop.results()
+
+
+def micro_batches_by_call(make: Make) -> list[Tensor]:
+    """Behind a forward in ``no_sync()`` buffers stay those of each rank, once."""
+    loop = Loop(normed())
+
+    def step(x: Tensor, y: Tensor, is_last: bool) -> None:
+        loop.model.require_backward_grad_sync = is_last  # what no_sync() does
+        loss_of(loop.model, x, y).backward()
+        loop.model.require_backward_grad_sync = True
+        if is_last:
+            loop.update()
+
+    step = make(step)
+    for number, (x, y) in enumerate(batches(6)):
+        step(x, y, number % 2 == 1)
+    return loop.results()
+
+
+def wrappers_with_other_buffers(make: Make) -> list[Tensor]:
+    """One wrapper synchronizes its buffers, another one does not."""
+    loop, other = Loop(normed()), Loop(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), broadcast_buffers=False)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        nn.functional.cross_entropy(other.model(loop.model(x)), y).backward()
+        loop.update()
+        other.update()
+
+    step = make(step)
+    for x, y in batches():
+        step(x, y)
+    return [*loop.results(), *other.results()]
+
+
+LOOPS = {
+    loop.__name__: loop
+    for loop in (
+        the_module_inside, reduced_by_hand, a_second_backward, gradients_that_are_returned, unfrozen_later, added_later,
+        an_ignored_buffer, evaluations_between, compiled_evaluations, micro_batches_by_call,
+        wrappers_with_other_buffers,
+    )
+}  # fmt: skip
+
+
+def compiled(step: Callable[..., Any]) -> Callable[..., Any]:
+    return ws.compile(step, backend="eager", fullgraph=True)
+
+
+def both(name: str) -> tuple[list[Tensor], list[Tensor]]:
+    found = []
+    for make in (lambda step: step, compiled):
+        torch.manual_seed(0)
+        found.append(LOOPS[name](make))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_each_rank_has_what_it_has_in_eager_code(pool2: Any, name: str) -> None:
+    for eager, ours in pool2.run(both, name):
+        assert len(eager) == len(ours)
+        for number, (one, other) in enumerate(zip(eager, ours, strict=True)):
+            assert torch.equal(one, other), number
+
+
+READ: list[float] = []
+
+
+def live_loop(name: str) -> tuple[list[Tensor], list[Tensor], bool]:
+    """A loop whose step reads its loss, so that it is live."""
+    found, is_live = [], False
+    for make in (lambda step: step, ws.compile):
+        torch.manual_seed(0)
+        loop = Loop(plain() if name == "the module inside" else normed())
+
+        def step(x: Tensor, y: Tensor, loop: Loop = loop) -> None:
+            loss = loss_of(loop.model.module if name == "the module inside" else loop.model, x, y)
+            loss.backward()
+            READ.append(loss.item())
+            loop.update()
+
+        called: Any = make(step)
+        for x, y in batches():
+            called(x, y)
+            if name == "evaluations between":
+                loop.evaluate()
+        found.append(loop.results())
+        is_live = getattr(called, "_live", None) is not None
+    return found[0], found[1], is_live
+
+
+@pytest.mark.parametrize("may_go_live", [True])
+@pytest.mark.parametrize("name", ["the module inside", "evaluations between"])
+def test_a_live_step_does_the_same(pool2: Any, name: str, may_go_live: bool) -> None:
+    for eager, ours, is_live in pool2.run(live_loop, name):
+        assert is_live
+        for number, (one, other) in enumerate(zip(eager, ours, strict=True)):
+            assert torch.equal(one, other), number
+
+
+def delayed() -> None:
+    inner = plain()
+    late = [("2.weight", inner[2].weight), ("2.bias", inner[2].bias)]
+    model = DistributedDataParallel(inner, delay_all_reduce_named_params=late, param_to_hook_all_reduce=inner[0].weight)
+    x, y = batches(1)[0]
+    with pytest.raises(ws.ConfigError, match="delay_all_reduce_named_params"):
+        ws.compile(lambda x, y: loss_of(model, x, y).backward())(x, y)
+
+
+def test_delayed_reductions_are_refused_by_name(pool2: Any) -> None:
+    pool2.run(delayed)
