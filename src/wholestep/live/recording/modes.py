@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -111,11 +111,29 @@ def under(modes: Modes) -> Iterator[None]:
             torch.set_default_dtype(dtype_around)
 
 
-def modes_off() -> AbstractContextManager[None]:
-    """While open, there is no mode of the user's, such as the ``inference_mode()`` in which a value was asked for."""
+@contextmanager
+def modes_off() -> Iterator[None]:
+    """While open, there is no mode of the user's, such as the ``inference_mode()`` in which a value was asked for.
+
+    Nor are there hooks on saved tensors: no call is recorded under them, so none that runs now was made for them.
+    """
     modes = current_modes()
     plain = (True, False, *modes[2:4], (), *modes[5:])
-    return nullcontext() if modes == plain else under(plain)
+    with nullcontext() if modes == plain else under(plain), _saved_tensors_hooks_off():
+        yield
+
+
+@contextmanager
+def _saved_tensors_hooks_off() -> Iterator[None]:
+    hooks, autograd = [], torch._C._autograd
+    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 class PendingDraws:
