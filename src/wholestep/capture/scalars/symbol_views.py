@@ -22,6 +22,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from wholestep.capture.python import user_frame
 from wholestep.capture.python.code_owner import Owner, library_frame, owner_of_file
@@ -41,9 +43,11 @@ def symbols_are_numbers() -> Iterator[None]:
     See [Note: the class of a symbol].
     """
     thread = threading.get_ident()
+    rounded = on_this_thread(_rounded, torch.SymInt.__round__)
     around = {kind: _put_class(kind, _class_for(number, thread)) for kind, number in _NUMBERS.items()}
     try:
-        yield
+        with patch.object(torch.SymInt, "__round__", rounded):
+            yield
     finally:
         for kind, view in around.items():
             _put_class(kind, view)
@@ -54,6 +58,8 @@ class _AsksForTypes(type):
         if len(args) != 1 or kwargs:
             return type(*args, **kwargs)
         kind = type(args[0])
+        if kind is FakeTensor:
+            return nn.Parameter if isinstance(args[0], nn.Parameter) else torch.Tensor
         return _NUMBERS.get(kind, kind)
 
     def __instancecheck__(cls, thing: Any) -> bool:
@@ -61,7 +67,12 @@ class _AsksForTypes(type):
 
 
 class NumberOrType(type, metaclass=_AsksForTypes):
-    """``type``, to which a symbol is an int, float or bool."""
+    """``type``, to which a symbol is an int, float or bool, and a tensor of the trace a plain one or a parameter."""
+
+
+def _rounded(symbol: torch.SymInt, ndigits: int | None = None) -> int | torch.SymInt:
+    """Torch takes a symbol for round already, also to tens: that asks for the number."""
+    return symbol if ndigits is None or ndigits >= 0 else round(int(symbol), ndigits)
 
 
 def _length(thing: Any) -> Any:
