@@ -292,6 +292,14 @@ LIVE_MUTATIONS = (
         tests=(f"{LATE}::test_what_moves_in_one_place[moves_rate-behind the update-sgd]",),
     ),
     Mutation(
+        name="hooks_on_saved_tensors_see_what_waited",
+        what="calls that waited are seen by hooks on saved tensors that were set behind them",
+        file="live/recording/modes.py",
+        old="        autograd._pop_saved_tensors_default_hooks()",
+        new="        break",
+        tests=("tests/unit/live/test_hooks_on_saved_tensors.py",),
+    ),
+    Mutation(
         name="calls_not_watched",
         what="a trace asks clocks and writes files, and later calls do not",
         file="capture/tracing/call_watch.py",
@@ -397,8 +405,8 @@ LIVE_MUTATIONS = (
         name="modes_around_a_read_kept",
         what="what is recorded runs under the inference mode of the line that asks for a value",
         file="live/recording/modes.py",
-        old="    return nullcontext() if modes == plain else under(plain)",
-        new="    return nullcontext()",
+        old="    with nullcontext() if modes == plain else under(plain), _saved",
+        new="    with nullcontext(), _saved",
         tests=(f"{GRAPHS}::test_a_value_that_is_asked_for_in_inference_mode",),
     ),
     Mutation(

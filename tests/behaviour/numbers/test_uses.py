@@ -1,4 +1,4 @@
-"""A size that moves and a rate that changes count as numbers: whatever code does with one gives what eager code gives."""
+"""Sizes that move and rates that change count as numbers: what code does with one gives what eager code gives."""
 
 from __future__ import annotations
 

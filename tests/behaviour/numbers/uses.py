@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 Use = Callable[[Any], Any]
-Point = namedtuple("Point", "x y")  # noqa: PYI024
+Point = namedtuple("Point", "x y")
 
 
 @dataclass(frozen=True, order=True)
@@ -80,7 +80,7 @@ BOTH: dict[str, Use] = {
     "type_is_int": lambda n: type(n) is int,
     "type_is_float": lambda n: type(n) is float,
     "type_in": lambda n: type(n) in (int, float),
-    "type_equal": lambda n: type(n) == type(1) or type(n) == type(1.0),  # noqa: E721
+    "type_equal": lambda n: type(n) == int or type(n) == float,  # noqa: E721
     "type_name": lambda n: len(type(n).__name__),
     "type_called": lambda n: type(n)(3),
     "class_attribute": lambda n: n.__class__ in (int, float),
