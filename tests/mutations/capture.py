@@ -242,6 +242,14 @@ CAPTURE_MUTATIONS = (
         tests=(f"{WARM_SIZES}::test_a_saved_trace_is_for_the_sizes_of_its_conditions_alone",),
     ),
     Mutation(
+        name="files_share_a_context",
+        what="a saved trace is bound with the numbers that another file has left, and reads an old one",
+        file="api/cache/warm_start.py",
+        old="with again() if number else nullcontext(context) as fresh:",
+        new="with nullcontext(context) as fresh:",
+        tests=(f"{WARM_SIZES}::test_a_file_that_does_not_fit_leaves_nothing_to_the_next_one",),
+    ),
+    Mutation(
         name="saved_constants_not_compared",
         what="a trace of another process runs for another size than the one that had become a constant",
         file="api/cache/warm_start.py",
