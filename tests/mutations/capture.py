@@ -73,6 +73,14 @@ CAPTURE_MUTATIONS = (
         tests=("tests/unit/capture/scalars/test_symbol_views.py",),
     ),
     Mutation(
+        name="symbols_round_to_themselves",
+        what="a size that moves is not rounded to tens",
+        file="capture/scalars/symbol_views.py",
+        old="    return symbol if ndigits is None or ndigits >= 0 else round(int(symbol), ndigits)",
+        new="    return symbol",
+        tests=("tests/behaviour/numbers/test_uses.py",),
+    ),
+    Mutation(
         name="types_of_symbols",
         what="code that asks type(size) is int is given the class of the symbol",
         file="capture/scalars/symbol_views.py",
@@ -282,6 +290,14 @@ CAPTURE_MUTATIONS = (
         old="            self.evaluate_expr(condition)\n",
         new="            pass\n",
         tests=(f"{WARM_SIZES}::test_a_saved_trace_is_for_the_sizes_of_its_conditions_alone",),
+    ),
+    Mutation(
+        name="files_share_a_context",
+        what="a saved trace is bound with the numbers that another file has left, and reads an old one",
+        file="api/cache/warm_start.py",
+        old="with again() if number else nullcontext(context) as fresh:",
+        new="with nullcontext(context) as fresh:",
+        tests=(f"{WARM_SIZES}::test_a_file_that_does_not_fit_leaves_nothing_to_the_next_one",),
     ),
     Mutation(
         name="saved_constants_not_compared",

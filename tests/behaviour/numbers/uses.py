@@ -87,7 +87,7 @@ BOTH: dict[str, Use] = {
     "issubclass": lambda n: issubclass(type(n), (int, float)),
     "match": _matched,
     "callable": callable,
-    "hasattr": lambda n: hasattr(n, "is_integer"),
+    "hasattr": lambda n: hasattr(n, "bit_length"),
     "hasattr_item": lambda n: hasattr(n, "item"),
     "dir": lambda n: "__add__" in dir(n),
     "missing_attribute": _raised,

@@ -14,6 +14,7 @@ import logging
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -137,7 +138,7 @@ class StepCache:
                         raise ArtifactError(f"{CACHE} is 0.")
                     if not may_load:
                         raise ArtifactError("only the first signature of a step is looked for on several ranks.")
-                    step = self._load(context, fingerprint, cache_context)
+                    step = self._load(context, fingerprint, cache_context, partial(call, moving))
                     return CacheLookup(fingerprint=fingerprint, step=step, why_not="", moving=tuple(moving))
                 except ArtifactError as error:
                     context.lazy.discard()
@@ -151,16 +152,21 @@ class StepCache:
             why_not = f"{type(error).__name__}: {error}"
         return CacheLookup(fingerprint=None, step=None, why_not=why_not)
 
-    def _load(self, context: StepContext, fingerprint: Fingerprint, cache_context: CacheContext) -> CachedStep:
-        """The saved step that fits. Raises ArtifactError."""
+    def _load(
+        self, context: StepContext, fingerprint: Fingerprint, cache_context: CacheContext,
+        again: Callable[[], StepContext],
+    ) -> CachedStep:  # fmt: skip
+        """The saved step that fits. Raises ArtifactError. `again` makes the context anew."""
         if self._path is not None:
             return self._load_file(self._path, context, fingerprint, cache_context)
         why_not: ArtifactError | None = None
-        for path in self._cache_paths(fingerprint):  # of other sizes or branches, which guards tell apart
-            try:
-                return self._load_file(path, context, fingerprint, cache_context)
-            except ArtifactError as error:
-                why_not = why_not or error
+        for number, path in enumerate(self._cache_paths(fingerprint)):  # of other sizes or branches: guards tell apart
+            with again() if number else nullcontext(context) as fresh:  # a file leaves its numbers in the context
+                try:
+                    return self._load_file(path, fresh, fingerprint, cache_context)
+                except ArtifactError as error:
+                    fresh.lazy.discard()
+                    why_not = why_not or error
         raise why_not or ArtifactError(f"{artifact.folder()} holds no {self.name}.")
 
     def _load_file(

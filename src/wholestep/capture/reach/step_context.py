@@ -71,7 +71,7 @@ class StepContext:
             """ids of parameters whose hooks eager code does not call."""
             self.sees_parts = bool(stating.parallel_parameters(self.reachable, self.state))
             """Whether a trace sees this rank's parts of DTensors, and not whole tensors in their place."""
-            self.outside = self._places_of(varying)
+            self.outside, self.varying = self._places_of(varying), VaryingNumbers(())
             self.count(self.outside)
             self.is_data = [isinstance(leaf, torch.Tensor) and id(leaf) not in self.state.index for leaf in self.leaves]
             """Per leaf of the arguments: whether it is a tensor that is data of this call."""
@@ -98,6 +98,7 @@ class StepContext:
 
     def count(self, places: Sequence[ScalarLocation]) -> None:
         """Makes inputs of the numbers in these places. Once: their boxes are the last of the state."""
+        assert not self.varying.numbers
         self.varying = VaryingNumbers(places)
         self.varying.mark(self.reachable.snapshots)
         for number in self.varying.numbers:
