@@ -25,6 +25,14 @@ CAPTURE_MUTATIONS = (
         tests=(SETTINGS,),
     ),
     Mutation(
+        name="locks_stay_taken",
+        what="a trace that ends in the midst of somebody's code leaves the locks taken that this code has taken",
+        file="capture/tracing/call_watch.py",
+        old="            watch.locks.give_back()\n",
+        new="",
+        tests=("tests/unit/capture/tracing/test_call_watch.py",),
+    ),
+    Mutation(
         name="methods_have_no_state",
         what="methods of C objects that nobody looks into may be called in a graph",
         file="capture/effects/library_state.py",

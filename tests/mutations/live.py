@@ -303,7 +303,7 @@ LIVE_MUTATIONS = (
         name="calls_not_watched",
         what="a trace asks clocks and writes files, and later calls do not",
         file="capture/effects/c_functions.py",
-        old="package in _COMPUTING or function in _STACK",
+        old="package in _COMPUTING or function in _ASKING",
         new="True",
         tests=("tests/unit/capture/tracing/test_call_watch.py",),
     ),

@@ -15,7 +15,6 @@ import dis
 import functools
 import gc
 import sys
-import threading
 import types
 from collections import deque
 from collections.abc import Iterator, Sized
@@ -30,8 +29,6 @@ from wholestep.capture.python.snapshot import SCALARS, Snapshot
 from wholestep.capture.reach.reachable import Reachable
 
 _CONTAINERS = (dict, list, set, deque, ContextVar, *BUFFERS)
-_LOCKS = (type(threading.Lock()), type(threading.RLock()))
-"""They hold no number. Not all ways of shutting one are seen, and one that may not be opened again would stay shut."""
 _MAX_ITEMS = 4096
 _STEPS = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 _STORES = frozenset({"STORE_ATTR", "DELETE_ATTR"})
@@ -82,7 +79,7 @@ class LibraryState:
     def may_be_called_on(self, function: Any) -> bool:
         """Whether the state of the object whose method is to be called is looked at, or none of anybody else."""
         thing = function.__self__
-        if isinstance(thing, (*SCALARS, *_LOCKS, tuple, frozenset)):
+        if isinstance(thing, (*SCALARS, tuple, frozenset)):
             return True
         if isinstance(thing, _CONTAINERS):
             if id(thing) not in self._known:

@@ -28,6 +28,7 @@ from torch import nn
 
 from wholestep.capture.effects.c_functions import Kind, compared, kind_of, module_of
 from wholestep.capture.effects.library_state import LibraryState, accesses
+from wholestep.capture.effects.taken_locks import LOCKS, TakenLocks
 from wholestep.capture.native import build
 from wholestep.capture.python.code_owner import Owner, owner_of_file
 from wholestep.capture.python.user_frame import current_line
@@ -69,8 +70,14 @@ def calls_watched(reachable: Reachable) -> Iterator[None]:
         finally:
             sys.setprofile(around) if native is None else native.unwatch_calls()
             watch.state.settle()
+            keeps = bool(watch.locks)
+            watch.locks.give_back()
     if watch.found:
         raise watch.found[0]
+    if keeps:
+        raise OutsideEffect(
+            "The step takes a lock and keeps it. It would do so once, while capturing, and never again."
+        )
 
 
 _ASKED, _TOLD = 1, 2
@@ -94,6 +101,7 @@ class _Watch:
         self.found: list[OutsideEffect] = []
         compared()
         self.state = LibraryState(reachable)
+        self.locks = TakenLocks()
 
     def entered(self, frame: types.FrameType) -> None:
         """A function of a library is about to run."""
@@ -103,6 +111,9 @@ class _Watch:
     def allowed(self, frame: types.FrameType, function: Any) -> bool:
         """Whether a function is, wherever it is called. Raises where this call of it is not."""
         owner = getattr(function, "__self__", None)
+        if isinstance(owner, LOCKS):
+            self.locks.note(function)
+            return False
         is_generator = isinstance(owner, (random.Random, torch.Generator))
         kind = kind_of(function)
         if not is_generator and kind is Kind.NOTHING:

@@ -14,6 +14,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -189,3 +190,58 @@ def test_an_import_is_done_by_a_trace_as_by_any_call(tmp_path: Path, monkeypatch
     run = ws.compile(step, backend="eager", fullgraph=True)
     assert [run(torch.ones(2)).tolist() for _ in range(2)] == [[3.0, 3.0]] * 2
     sys.modules.pop("found_while_traced")
+
+
+def takes_and_gives_back(lock: Any) -> None:
+    """Code that no ``try`` guards, as there is in `logging`."""
+    lock.acquire()
+    print("seen")
+    lock.release()
+
+
+def is_free(lock: Any) -> bool:
+    """For other threads: that of a lock which this one holds may be taken again."""
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(lock.acquire(blocking=False) and not lock.release()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.mark.parametrize("make", [threading.Lock, threading.RLock])
+def test_a_refusal_in_the_midst_of_code_leaves_no_lock_taken(make: Callable[[], Any]) -> None:
+    lock = make()
+    with pytest.raises(OutsideEffect, match=r"print"):
+        captured(step_that(lambda: takes_and_gives_back(lock)), torch.ones(2))
+    assert is_free(lock)
+
+
+@pytest.mark.parametrize("make", [threading.Lock, threading.RLock])
+def test_a_step_that_keeps_a_lock_is_refused_and_gives_it_back(make: Callable[[], Any]) -> None:
+    lock = make()
+    with pytest.raises(OutsideEffect, match="takes a lock and keeps it"):
+        captured(step_that(lock.acquire), torch.ones(2))
+    assert is_free(lock)
+
+
+def test_a_lock_that_was_taken_before_stays_so() -> None:
+    lock = threading.RLock()
+    with lock:
+        with pytest.raises(OutsideEffect, match=r"print"):
+            captured(step_that(lambda: takes_and_gives_back(lock)), torch.ones(2))
+        assert not is_free(lock)
+    assert is_free(lock)
+
+
+@pytest.mark.parametrize("make", [threading.Lock, threading.RLock])
+def test_a_step_may_take_a_lock_and_give_it_back(make: Callable[[], Any]) -> None:
+    lock = make()
+
+    def does() -> None:
+        with lock:
+            pass
+        lock.acquire()
+        lock.release()
+
+    captured(step_that(does), torch.ones(2))
+    assert is_free(lock)
