@@ -327,7 +327,7 @@ def _phase(region: Region) -> str:
 
 
 def specs_by_param(program: Program) -> dict[str, ShardSpec]:
-    """How parameters are cut, or else their gradients at entry or what optimizers keep, by the name of the parameter."""
+    """How parameters are cut, or else their gradients at entry, or what optimizers keep of them; by their names."""
     params = {one.name: one for one in program.inputs if one.kind is InputKind.PARAM}
     specs = {name: one.shard for name, one in params.items() if one.shard is not None}
     for record in program.inputs:
