@@ -51,7 +51,7 @@ class _Reduction:
 
     @property
     def grad(self) -> fx.Node:
-        """The gradient before it is scaled, as it is by now: the bucket of a first axis gives it to that of a second."""
+        """The gradient before it is scaled, as it is by now: the bucket of one axis gives it to that of the next."""
         message = self.start.args[0]
         grad = message if self.scale is None else message.args[0]  # type: ignore[union-attr]
         assert isinstance(grad, fx.Node)
