@@ -2,6 +2,7 @@
 
     python benchmarks/live.py                # host microseconds a call beyond the pure step, on the CPU
     python benchmarks/live.py --workload W1  # milliseconds a step of a reference training, on a GPU
+    python benchmarks/live.py --workload W1 --nproc 2 --strategy fsdp  # on two, with sharded parameters
     python benchmarks/live.py --json
 
 The pure step returns its loss, whose value is asked for behind the call. The live steps ask for it themselves. All are
@@ -29,10 +30,13 @@ from torch import Tensor, nn
 import wholestep as ws
 from wholestep.cli.suite.workloads import draw_tokens
 from wholestep.cli.workloads.reference_lm import REFERENCE, LanguageModelSize, build
+from wholestep.config import Strategy
 
 SMALL_GPT = LanguageModelSize(num_layers=12, width=16, num_heads=2, vocabulary=64, length=8, rows=1)
 BLOCK = 10
-
+STRATEGIES: dict[str, Strategy] = {
+    "ddp": ws.DDP(), "zero": ws.ZeRO(), "fsdp": ws.FSDP(reshard_after_forward=True),
+}  # fmt: skip
 
 Forward = Callable[..., Tensor]
 """The loss of a model and a batch."""
@@ -73,9 +77,10 @@ class Contender:
 
 
 def contenders(
-    make: Callable[[], nn.Module], batch: tuple[Tensor, ...], forward: Forward, backend: str
+    make: Callable[[], nn.Module], batch: tuple[Tensor, ...], forward: Forward, backend: str, strategy: Strategy
 ) -> list[Contender]:
     """The step as one graph, and live with reads behind the update and in front of it."""
+    options: dict[str, Any] = {"backend": backend, "strategy": strategy}
 
     def training() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = make()
@@ -89,7 +94,7 @@ def contenders(
         return loss.detach()
 
     model, opt = training()
-    pure = ws.compile(lambda *batch: plain(model, opt, *batch), backend=backend, fullgraph=True)
+    pure = ws.compile(lambda *batch: plain(model, opt, *batch), fullgraph=True, **options)
 
     met, met_opt = training()
     losses: list[float] = []
@@ -110,7 +115,7 @@ def contenders(
         guarded_opt.zero_grad()
         return float(loss.detach())
 
-    live = [ws.compile(metered, backend=backend), ws.compile(guarded, backend=backend)]
+    live = [ws.compile(metered, **options), ws.compile(guarded, **options)]
     return [
         Contender("pure, the value asked for behind it", lambda: float(pure(*batch)), pure),
         Contender("append(loss.item()), print", lambda: live[0](*batch), live[0]),
@@ -131,35 +136,45 @@ def measure(group: list[Contender], blocks: int, progress: Progress) -> None:
         progress.advance(task)
 
 
-def groups(workload: str | None) -> dict[str, list[Contender]]:
+def groups(workload: str | None, strategy: Strategy) -> dict[str, list[Contender]]:
     """What is measured, by name."""
     if workload is not None:
-        size, device = REFERENCE[workload], torch.device("cuda")
-        x, y = (one.to(device) for one in draw_tokens(size, 0))
-        return {workload: contenders(lambda: build(size, device), (x, y), forward_of_model, "inductor")}
+        world = ws.init()
+        size, device = REFERENCE[workload], world.device
+        x, y = (one.to(device) for one in draw_tokens(size, world.rank))
+        return {workload: contenders(lambda: build(size, device), (x, y), forward_of_model, "inductor", strategy)}
     x, y = draw_tokens(SMALL_GPT, 0)
-    gpt = contenders(lambda: build(SMALL_GPT, torch.device("cpu")), (x, y), forward_of_model, "eager")
-    small = contenders(one_weight, (torch.randn(8), torch.randn(8)), thirty_calls, "eager")
+    gpt = contenders(lambda: build(SMALL_GPT, torch.device("cpu")), (x, y), forward_of_model, "eager", strategy)
+    small = contenders(one_weight, (torch.randn(8), torch.randn(8)), thirty_calls, "eager", strategy)
     return {"GPT of 12 layers": gpt, "30 small calls": small}
+
+
+def measured(workload: str | None, blocks: int, strategy: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """The figures, a row for each contender, and what the live ones say of themselves. On every rank."""
+    found = groups(workload, STRATEGIES[strategy])
+    with Progress(console=Console(stderr=True), disable=ws.init().rank > 0) as progress:
+        for group in found.values():
+            measure(group, blocks, progress)
+    rows = [
+        {
+            "training": name, "step": one.name, "median_us": one.median_us,
+            "beyond_us": one.median_us - group[0].median_us, "ratio": one.median_us / group[0].median_us,
+        }
+        for name, group in found.items() for one in group
+    ]  # fmt: skip
+    return rows, [str(one.step.explain()) for group in found.values() for one in group[1:]]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=sorted(REFERENCE), help="a reference training, on a GPU")
     parser.add_argument("--blocks", type=int, default=20, help=f"blocks of {BLOCK} calls (default 20)")
+    parser.add_argument("--nproc", type=int, default=1, help="ranks (default 1); figures are of the first")
+    parser.add_argument("--strategy", choices=sorted(STRATEGIES), default="ddp", help="of several ranks (default ddp)")
     parser.add_argument("--json", action="store_true", help="figures as JSON")
     options = parser.parse_args()
-    measured = groups(options.workload)
-    with Progress(console=Console(stderr=True)) as progress:
-        for group in measured.values():
-            measure(group, options.blocks, progress)
-    rows = [
-        {
-            "training": name, "step": one.name, "median_us": one.median_us,
-            "beyond_us": one.median_us - group[0].median_us, "ratio": one.median_us / group[0].median_us,
-        }
-        for name, group in measured.items() for one in group
-    ]  # fmt: skip
+    asked = (options.workload, options.blocks, options.strategy)
+    rows, told = measured(*asked) if options.nproc == 1 else ws.run(measured, options.nproc, *asked)[0]
     if options.json:
         print(json.dumps(rows))
         return 0
@@ -172,9 +187,8 @@ def main() -> int:
             f"{row['ratio']:.3f}",
         )  # fmt: skip
     Console().print(table)
-    for group in measured.values():
-        for one in group[1:]:
-            print(one.step.explain())
+    for text in told:
+        print(text)
     return 0
 
 

@@ -5,6 +5,7 @@ In float64, where a difference is a fault and no rounding.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 
 import wholestep as ws
 from tests.unit.lower.inductor.test_segment_compiler import TOLERANCE
-from wholestep.cli.workloads.gpt import GPT, NUM_BYTES, GPTConfig, train_step
+from wholestep.cli.workloads.gpt import GPT, NUM_BYTES, GPTConfig, next_byte_loss, train_step
 from wholestep.config import Strategy
 from wholestep.ir import op_info
 from wholestep.ir.ops.collectives import ALL_GATHER_INTO
@@ -163,3 +164,49 @@ def test_four_gpus_on_a_mesh_of_two_axes(name: str, nccl4: Any) -> None:
     for rank in nccl4.run(trained, STRATEGIES[name], ws.DDP(), (2, 2)):
         assert rank.faults == []
         assert rank.backend == "inductor, one CUDA graph"
+
+
+def notes_its_loss(losses: list[float], model: nn.Module, opt: Optimizer, x: Tensor, y: Tensor) -> None:
+    losses.append(train_step(model, opt, x, y).item())
+
+
+def looks_before_its_update(losses: list[float], model: nn.Module, opt: Optimizer, x: Tensor, y: Tensor) -> None:
+    loss = next_byte_loss(model, x, y)
+    loss.backward()
+    if math.isfinite(loss.item()):
+        opt.step()
+    opt.zero_grad()
+    losses.append(loss.item())
+
+
+LIVE = {one.__name__: one for one in (notes_its_loss, looks_before_its_update)}
+PIECES = {"notes_its_loss": 1, "looks_before_its_update": 2}
+
+
+def live(name: str, strategy: Strategy) -> tuple[list[str], tuple[int, int]]:
+    """What differs from eager code, and the pieces and single calls of torch that ran in the last call."""
+    world = ws.init()
+    torch.cuda.set_device(world.device)
+    step = ws.compile(LIVE[name], strategy=strategy, backend="inductor")
+    ours, theirs = training(world.device), eager(strategy, world)
+    came, wanted, counts = list[float](), list[float](), [(0, 0)]
+    for call in range(CALLS):
+        given = batch(call, world.rank, world.device)
+        step(came, *ours, *given)
+        LIVE[name](wanted, *theirs, *given)
+        told = step.explain().live
+        counts.append((told.launches, told.executed))
+    pairs = zip(ours[0].named_parameters(), theirs[0].parameters(), strict=True)
+    faults = [key for (key, one), other in pairs if not close(whole(other), whole(one))]
+    faults += [] if close(torch.tensor(wanted), torch.tensor(came)) else [f"losses: {came} for {wanted}"]
+    return faults, (counts[-1][0] - counts[-2][0], counts[-1][1] - counts[-2][1])
+
+
+@pytest.mark.parametrize("may_go_live", [True])
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp_keep", "fsdp_again"])
+@pytest.mark.parametrize("name", LIVE)
+def test_live_steps_run_in_pieces(name: str, strategy: str, nccl2: Any) -> None:
+    """One graph between two values that Python asks for, once the way is known."""
+    for faults, ran in nccl2.run(live, name, STRATEGIES[strategy]):
+        assert faults == []
+        assert ran == (PIECES[name], 0)

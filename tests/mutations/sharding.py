@@ -424,4 +424,30 @@ SHARDING_MUTATIONS = (
         new="            if param._backward_hooks:",
         tests=("tests/ranks/wrapped/test_fully_shard.py::test_hooks_on_parameters_are_called_as_torch_calls_them",),
     ),
+    Mutation(
+        name="broadcast_before_kernels",
+        what="a rank that compiles for all waits for a broadcast of one that waits for its kernels",
+        file="api/stages.py",
+        old="        runner = runner or self.backend.lower(scheduled)\n        buffer_sync = self._broadcast_state(",
+        new="        self._broadcast_state(scheduled, binding, world)\n"
+        "        runner = runner or self.backend.lower(scheduled)\n"
+        "        buffer_sync = self._broadcast_state(",
+        tests=("tests/ranks/test_inductor.py::test_a_plan_that_is_agreed_on_may_be_compiled_by_whoever_comes_first",),
+    ),
+    Mutation(
+        name="gradients_at_entry_are_whole",
+        what="a step without an optimizer adds a whole gradient to a shard that is there already",
+        file="place/sharded_placer.py",
+        old="        if record.kind in (InputKind.GRAD, InputKind.OPTIMIZER) and record.shard",
+        new="        if record.kind is InputKind.OPTIMIZER and record.shard",
+        tests=("tests/unit/runtime/verify/test_verify_sharded.py::test_gradients_that_a_step_leaves_to_its_user",),
+    ),
+    Mutation(
+        name="held_updates_looked_at_again",
+        what="every update that does not fit is looked at behind every step that frees memory",
+        file="passes/schedule/list_scheduler.py",
+        old="            if needed_bytes <= free_bytes:",
+        new="            if True:",
+        tests=("tests/unit/passes/schedule/test_list_scheduler.py",),
+    ),
 )

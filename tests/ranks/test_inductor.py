@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import logging
+import time
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
@@ -17,6 +19,7 @@ from tests.unit.lower.inductor.test_segment_compiler import TOLERANCE, train, tr
 from wholestep.cost.cost_model import CostModel
 from wholestep.ir.segment import Segment
 from wholestep.lower.inductor import compile_fx, segment_compiler
+from wholestep.lower.kernel_exchange import KernelExchange
 from wholestep.runtime.distributed.blob_store import BlobStore
 
 
@@ -65,6 +68,39 @@ def test_what_no_other_rank_has_is_compiled_where_it_is_needed(pool2: Any) -> No
     assert (together, again) == (1, 1)
     assert (none, own) == (0, 1)
     assert "this rank compiles for itself" not in told  # but for all
+
+
+def _with_the_second_rank_first() -> tuple[int, int]:
+    """How often Inductor is called in a training, and in one of the same plan, by another optimizer, whose kernels rank
+    0 comes to behind rank 1."""
+    world, compiles = ws.init(), KernelExchange.compiles
+    step = ws.compile(train_step, backend="inductor", strategy=ws.DDP(bucket_bytes=800), fullgraph=True)
+
+    def late(exchange: KernelExchange, key: str) -> bool:
+        end = time.monotonic() + 30
+        while world.rank == 0 and not exchange._store._store.check([f"{key}/claims"]) and time.monotonic() < end:
+            time.sleep(0.01)
+        return compiles(exchange, key)
+
+    with patch.object(compile_fx, "compile_fx_inner", wraps=compile_fx.compile_fx_inner) as called:
+        train(step, rank=world.rank)
+        before, plan = called.call_count, step.plan
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 5)).double()
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        with patch.object(KernelExchange, "compiles", late):
+            step(model, opt, torch.ones(8, 6, dtype=torch.float64), torch.zeros(8, dtype=torch.int64))
+        assert step.plan == plan
+    return before, called.call_count - before
+
+
+def test_a_plan_that_is_agreed_on_may_be_compiled_by_whoever_comes_first(pool2: Any) -> None:
+    """Ranks do not meet in front of it. On GPUs the device of the one that compiles waited for a broadcast of the one
+    that waited for its kernels."""
+    (first, none), (waits, second) = pool2.run(_with_the_second_rank_first, timeout_s=240.0)
+    assert (none, waits) == (0, 0)
+    assert first > 0
+    assert second > 0
 
 
 def _with_a_blob_store_that(fails: str) -> tuple[int, str]:

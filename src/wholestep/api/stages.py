@@ -169,7 +169,7 @@ class Stages:
         lookup: CacheLookup,
         compile_before: Callable[[Program], Runner | None],
     ) -> Entry:
-        """Makes a scheduled program run: compiles, agrees, broadcasts the state, binds.
+        """Makes a scheduled program run: compiles, agrees, compiles what is missing, broadcasts the state, binds.
 
         `compile_before` compiles before the ranks agree, or returns None where the backend compiles afterwards.
         """
@@ -180,8 +180,9 @@ class Stages:
         plan = self._agree(scheduled, world)
         binding = shard_values.with_rank(captured.binding, scheduled, self._mesh(world))
         binding = binding if compression is None else binding.with_constants(compression.tensors)
-        buffer_sync = self._broadcast_state(scheduled, binding, world)
+        # Before anything travels: who compiles for all needs its device, which would wait for ranks that wait for it.
         runner = runner or self.backend.lower(scheduled)
+        buffer_sync = self._broadcast_state(scheduled, binding, world)
         runner = shard_values.around(scheduled, captured.spec, runner, self._mesh(world))
         executable = Executable(scheduled, binding, runner, world, call=self.rendezvous.call, buffer_sync=buffer_sync)
         return Entry(
@@ -207,8 +208,7 @@ class Stages:
 
     def compile_and_share(self, scheduled: Program) -> Runner | None:
         """Compiles on rank 0, whose kernels the other ranks find after they agreed; None on those."""
-        compiles = init().rank == 0 or not self.backend.shares_kernels
-        return self.backend.lower(scheduled) if compiles else None
+        return self.backend.lower(scheduled) if init().rank == 0 or not self.backend.shares_kernels else None
 
     def _agree(self, scheduled: Program, world: World) -> str:
         """Compares the plan of all ranks; returns its text. Raises RankMismatchError, RankMissingError."""

@@ -327,11 +327,11 @@ def _phase(region: Region) -> str:
 
 
 def specs_by_param(program: Program) -> dict[str, ShardSpec]:
-    """How parameters are cut, or else the state that optimizers keep of them, by the name of the parameter."""
+    """How parameters are cut, or else their gradients at entry, or what optimizers keep of them; by their names."""
     params = {one.name: one for one in program.inputs if one.kind is InputKind.PARAM}
     specs = {name: one.shard for name, one in params.items() if one.shard is not None}
     for record in program.inputs:
-        if record.kind is InputKind.OPTIMIZER and record.shard is not None:
+        if record.kind in (InputKind.GRAD, InputKind.OPTIMIZER) and record.shard is not None:
             owner = param_of(record, params)
             if owner is not None:
                 specs.setdefault(owner.name, record.shard)

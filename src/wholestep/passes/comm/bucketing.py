@@ -46,10 +46,16 @@ class _Reduction:
 
     start: fx.Node
     waits: tuple[fx.Node, ...]
-    grad: fx.Node
-    """The gradient before it is scaled."""
     scale: float | None
     """1/size where gradients are averaged; None for a sum."""
+
+    @property
+    def grad(self) -> fx.Node:
+        """The gradient before it is scaled, as it is by now: the bucket of one axis gives it to that of the next."""
+        message = self.start.args[0]
+        grad = message if self.scale is None else message.args[0]  # type: ignore[union-attr]
+        assert isinstance(grad, fx.Node)
+        return grad
 
 
 Choose = Callable[[str, Callable[[], Cuts]], Cuts]
@@ -243,12 +249,12 @@ def _reductions(program: Program) -> Iterator[_Reduction]:
         record = node_meta.bucket(node)
         if record is None or record.reason != node_meta.UNBUCKETED:
             continue
-        grad, scale = node.args[0], None
+        message, scale = node.args[0], None
         # Only the product that placement has put there: one of the user's own would split buckets by its factor.
-        if grad.target is _aten.mul.Tensor and grad.args[1] == scales[node.args[-1]]:
-            grad, scale = grad.args
+        if message.target is _aten.mul.Tensor and message.args[1] == scales[node.args[-1]]:
+            scale = message.args[1]
         waits = tuple(user for user in node.users if user.target is op_info.WAIT)
-        yield _Reduction(start=node, waits=waits, grad=grad, scale=scale)
+        yield _Reduction(start=node, waits=waits, scale=scale)
 
 
 def _scattered(program: Program) -> Iterator[_Reduction]:
@@ -257,9 +263,7 @@ def _scattered(program: Program) -> Iterator[_Reduction]:
         record = node_meta.bucket(node)
         if record is not None and record.reason == node_meta.UNBUCKETED:
             waits = tuple(user for user in node.users if user.target is op_info.WAIT)
-            message = node.args[0]
-            assert isinstance(message, fx.Node)
-            yield _Reduction(start=node, waits=waits, grad=message, scale=None)
+            yield _Reduction(start=node, waits=waits, scale=None)
 
 
 def _bucket_of(reduction: _Reduction) -> node_meta.Bucket:

@@ -137,7 +137,8 @@ class _Scheduler:
         self.in_flight: list[int] = []
         self.blocked: dict[int, list[int]] = {}  # by the last of the collectives that each of them waits for
         self.heap: list[tuple[int, int]] = []
-        self.held: list[tuple[int, int]] = []  # put off for their memory
+        self.held: list[tuple[int, int, int]] = []
+        """Put off for their memory, each with the bytes that it takes."""
         self.starts: list[int] = []
 
     def run(self) -> tuple[int, ...]:
@@ -165,8 +166,9 @@ class _Scheduler:
             if rank == _UPDATE and self.late_us <= self.reserve_us:
                 heapq.heappush(self.heap, (_FILL, number))
                 continue
-            if rank != _NEXT and self._too_large(number):
-                self.held.append((rank, number))
+            needed_bytes = self._needed_bytes(number) if rank != _NEXT else 0
+            if self.ledger.live_bytes + needed_bytes > self.bound_bytes and rank != _NEXT:
+                self.held.append((rank, number, needed_bytes))
                 continue
             self._emit_with_needs(number)
             return
@@ -181,7 +183,7 @@ class _Scheduler:
             self._finish(self.in_flight[0])
         elif self.held:
             held, self.held = sorted(self.held), []
-            for _, number in held:
+            for _, number, _ in held:
                 if not self.done[number]:
                     self._emit_with_needs(number)
         else:  # waits that nobody reads
@@ -207,9 +209,8 @@ class _Scheduler:
             rank = _NEXT if not self.late[number] else _UPDATE if self.awaits[number] else _FILL
             heapq.heappush(self.heap, (rank, number))
 
-    def _too_large(self, number: int) -> bool:
-        needed = sum(self.ledger.needed_bytes(one) for one in self._with_needs(number))
-        return self.ledger.live_bytes + needed > self.bound_bytes
+    def _needed_bytes(self, number: int) -> int:
+        return sum(self.ledger.needed_bytes(one) for one in self._with_needs(number))
 
     def _with_needs(self, number: int) -> list[int]:
         """The task and whatever it needs that has not run, in order."""
@@ -241,9 +242,19 @@ class _Scheduler:
             if self.missing[user] == 0 and self.tasks[user].comm_us is not None:
                 heapq.heappush(self.starts, user)
         if self.held and self.ledger.live_bytes < live_bytes:
-            for entry in self.held:
-                heapq.heappush(self.heap, entry)
-            self.held = []
+            self._offer_held()
+
+    def _offer_held(self) -> None:
+        """Offers again what may fit by now. What a task takes is looked up again only then: that costs as much as the
+        rest of the order, and is less later on only where something that it needs has run for another one."""
+        free_bytes = self.bound_bytes - self.ledger.live_bytes
+        still = []
+        for rank, number, needed_bytes in self.held:
+            if needed_bytes <= free_bytes:
+                heapq.heappush(self.heap, (rank, number))
+            else:
+                still.append((rank, number, needed_bytes))
+        self.held = still
 
 
 def _starts(tasks: Sequence[Task]) -> list[int]:

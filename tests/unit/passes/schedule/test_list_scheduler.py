@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wholestep.cost.liveness import Make, Usage, peak_bytes
+from wholestep.cost.liveness import Ledger, Make, Usage, peak_bytes
 from wholestep.cost.simulator import ALONE, Sharing, Task, simulate
 from wholestep.passes.schedule.list_scheduler import ABOUT_AS_FAST, list_schedule, reachable_bytes
 from wholestep.passes.schedule.ordering_problem import Order, Problem, given_order
@@ -234,3 +235,30 @@ def test_an_order_that_was_found_is_not_made_worse(case):
         usages=[case.usages[old] for old in found.tasks], pinned=case.pinned, sharing=case.sharing,
     )  # fmt: skip
     assert list_schedule(again, found.peak_bytes).total_us <= ABOUT_AS_FAST * found.total_us
+
+
+def test_updates_that_do_not_fit_are_looked_at_no_more_than_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward waits for gathers, and each of its steps frees memory, but never enough for an update."""
+    number = 40
+    entries: list[tuple[str, Task]] = []
+    for i in range(number):
+        entries += [(f"g{i}", Task(comm_us=10)), (f"w{i}", Task(waits_for=(3 * i,), deps=(3 * i,)))]
+        entries.append((f"b{i}", Task(us=1, deps=(3 * i + 1, 3 * i - 1) if i else (1,))))
+    case, names = problem(*entries, *((f"U{i}", Task(us=5)) for i in range(number)))
+    usages = [Usage()] * len(names)
+    for i in range(number):
+        usages[3 * i + 2] = Usage(reads=(i,), makes=(Make(buffer=i + 1, num_bytes=99 - i),))
+        usages[3 * number + i] = Usage(makes=(Make(buffer=1000 + i, num_bytes=230),))
+    case = replace(case, usages=usages)
+    looks = 0
+    needed_bytes = Ledger.needed_bytes
+
+    def counted(ledger: Ledger, task: int) -> int:
+        nonlocal looks
+        looks += 1
+        return needed_bytes(ledger, task)
+
+    monkeypatch.setattr(Ledger, "needed_bytes", counted)
+    found = list_schedule(case, 240)
+    assert sorted(found.tasks) == list(range(len(names)))
+    assert looks < 30 * number  # a multiple of number ** 2, with each of them again behind each step

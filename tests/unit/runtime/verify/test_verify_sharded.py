@@ -12,7 +12,7 @@ import torch.fx as fx
 
 import wholestep as ws
 from tests.unit.builders import aten, c10d
-from tests.unit.sharded_models import accumulate, batch, keep_gradients, made, train
+from tests.unit.sharded_models import accumulate, batch, keep_gradients, leave_gradients, made, train
 from wholestep.config import Strategy
 from wholestep.ir import graph_edit, node_meta
 from wholestep.ir.program import MeshAxis, Program, ShardSpec
@@ -62,6 +62,14 @@ def test_ranks_with_parts_take_the_eager_step(strategy: str, ranks: Ranks, width
 def test_optimizers_and_accumulation(strategy: str, step: Callable[..., Any], optimizer: str) -> None:
     found = verified(STRATEGIES[strategy], width=7, optimizer=optimizer, step=step, ranks=3)
     assert outcomes(found) == PASSED, str(found)
+
+
+@pytest.mark.parametrize("ranks", [2, (2, 2)])
+@pytest.mark.parametrize("strategy", ["ddp", *STRATEGIES])
+def test_gradients_that_a_step_leaves_to_its_user(strategy: str, ranks: Ranks) -> None:
+    """Where they stay whole, the bucket of a second axis reduces what the one of the first axis gives."""
+    found = verified(STRATEGIES.get(strategy, ws.DDP()), width=7, step=leave_gradients, ranks=ranks)
+    assert outcomes(found)[:3] == PASSED[:3], str(found)
 
 
 @pytest.mark.parametrize(("ranks", "width"), [(2, 8), (3, 7), ((2, 2), 7)])
