@@ -6,6 +6,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import gc
+import logging
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,15 @@ def may_go_live() -> bool:
     Most tests compare a graph with eager code, and would go on doing so in vain once the step was none.
     """
     return False
+
+
+@pytest.fixture(autouse=True)
+def level_of_the_log() -> Iterator[None]:
+    """Commands turn the log down; a later test may read what it says."""
+    logger = logging.getLogger("wholestep")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture(autouse=True)
