@@ -81,14 +81,6 @@ CAPTURE_MUTATIONS = (
         tests=("tests/unit/capture/scalars/test_symbol_views.py",),
     ),
     Mutation(
-        name="symbols_round_to_themselves",
-        what="a size that moves is not rounded to tens",
-        file="capture/scalars/symbol_views.py",
-        old="    return symbol if ndigits is None or ndigits >= 0 else round(int(symbol), ndigits)",
-        new="    return symbol",
-        tests=("tests/behaviour/numbers/test_uses.py",),
-    ),
-    Mutation(
         name="types_of_symbols",
         what="code that asks type(size) is int is given the class of the symbol",
         file="capture/scalars/symbol_views.py",
