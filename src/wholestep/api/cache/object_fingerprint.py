@@ -45,7 +45,8 @@ from wholestep.capture.guards.tensor_layout import describe, first_aliases
 from wholestep.capture.python.class_attributes import functions_in
 from wholestep.capture.python.code_owner import is_user_class
 from wholestep.capture.python.container_views import BUFFERS, ClassView, ContentView, SlotsView, slots
-from wholestep.capture.python.snapshot import Snapshot
+from wholestep.capture.python.snapshot import SCALARS, Snapshot
+from wholestep.capture.reach.library_globals import belong_to_library
 from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.scalars.rank_symbols import ranks
 from wholestep.capture.wrappers.fully_shard_hooks import is_bookkeeping, key_text, lies_in_state, state_text
@@ -181,6 +182,8 @@ class _ObjectWriter:
         if isinstance(held, list):
             yield snapshot.path, self.described(snapshot.path, held)
             return
+        if belong_to_library(snapshot.container):  # what else it has may be of this process: `os.environ`, caches
+            held = {key: item for key, item in held.items() if isinstance(item, SCALARS)}
         is_class = isinstance(snapshot.container, ClassView)
         has_hooks = snapshot.path.rpartition(".")[2] in _HOOK_TABLES
         for key, item in held.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,8 @@ from torch.optim import Optimizer
 
 from wholestep.capture.native import build
 from wholestep.capture.native.self_test import PARAMETER, STATE, VERSIONED, WITH_GRADIENT, WITHOUT_GRADIENT
-from wholestep.capture.python import tree_util
-from wholestep.capture.python.container_views import CellView, ClassView
+from wholestep.capture.python import code_names, tree_util
+from wholestep.capture.python.container_views import CellView, ClassView, SlotsView
 from wholestep.capture.python.snapshot import Snapshot
 from wholestep.capture.python.tracing_thread import CAPTURING
 from wholestep.ir.dtensor.shards import SLOTS
@@ -83,6 +84,8 @@ def guardable(snapshot: Snapshot) -> tuple[Any, Any] | None:
         return (container.cell, snapshot.held[container.key]) if container.key in snapshot.held else None
     if isinstance(container, list):
         return container, tuple(snapshot.held)
+    if isinstance(container, SlotsView) and isinstance(container.thing, types.FunctionType):
+        return container.thing, tuple(snapshot.held[part] for part in code_names.FUNCTION_PARTS)
     if isinstance(container, ClassView):
         return container.attributes, None
     if snapshot.ordered and isinstance(container, OrderedDict):  # one that only moves an item has no new version

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from types import CellType, ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
+from wholestep.capture.python.code_names import FUNCTION_PARTS
 from wholestep.capture.python.container_views import attribute_dict
 
 STATE, PARAMETER, WITHOUT_GRADIENT, WITH_GRADIENT = range(4)
@@ -85,6 +86,13 @@ _WARM = 100
 """Writes after which Python has put an instruction of its own in the place of the general one."""
 
 
+_FUNCTION_CHANGES: dict[str, Change] = {
+    "code": lambda function: setattr(function, "__code__", (lambda: 1).__code__),
+    "defaults": lambda function: setattr(function, "__defaults__", (1,)),
+    "keyword defaults": lambda function: setattr(function, "__kwdefaults__", {"a": 1}),
+}
+
+
 class _Owner:
     def __init__(self) -> None:
         self.a = self.b = 1
@@ -114,6 +122,9 @@ def fault(module: ModuleType) -> str:
             return f"list: {name}"
     if not _seen(module, lambda cell: setattr(cell, "cell_contents", 2), container=CellType(1)):
         return "closure cell"
+    for name, change in _FUNCTION_CHANGES.items():
+        if not _seen(module, change, container=FunctionType((lambda: None).__code__, {})):
+            return f"function: {name}"
     for name, change in _TENSOR_CHANGES.items():
         if not _seen(module, change, tensor=torch.zeros(2, 3)):
             return f"tensor: {name}"
@@ -138,13 +149,20 @@ def fault(module: ModuleType) -> str:
 def _seen(module: ModuleType, change: Change, *, container: Any = None, tensor: Any = None, want: int = STATE) -> bool:
     """Whether nothing is reported before the change, and the change is."""
     things: tuple[Any, ...] = () if container is None else (container,)
-    held = tuple(tuple(one) if isinstance(one, list) else getattr(one, "cell_contents", None) for one in things)
+    held = tuple(_held(one) for one in things)
     tensors: tuple[Any, ...] = () if tensor is None else (tensor,)
     slots = (_Wrapper.local, _Wrapper.spec)
     guard = module.StateGuard(tensors, bytes([want] * len(tensors)), things, held, slots)
     quiet = not _changed(module, guard) and not _changed(module, guard)
     change(container if tensor is None else tensor)
     return quiet and _changed(module, guard) == ([0] if things else [module.TENSORS])
+
+
+def _held(container: Any) -> Any:
+    """What a guard is told that a container held."""
+    if isinstance(container, FunctionType):
+        return tuple(getattr(container, part) for part in FUNCTION_PARTS)
+    return tuple(container) if isinstance(container, list) else getattr(container, "cell_contents", None)
 
 
 def _changed(module: ModuleType, guard: Any) -> list[int]:

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "dict_versions.h"
+#include "function_record.h"
 #include "tensor_desc.h"
 
 #include <ATen/Context.h>
@@ -174,6 +175,7 @@ class StateGuard {
   DictVersions dicts_;
   std::vector<ListRecord> lists_;
   std::vector<CellRecord> cells_;
+  std::vector<FunctionRecord> functions_;
   Modes modes_;
   std::vector<long> changed_;
   bool modes_changed_ = false, tensors_changed_ = false, taken_ = false;
@@ -275,8 +277,13 @@ class StateGuard {
         lists_.push_back({reinterpret_cast<PyListObject*>(container), one, number});
       } else if (PyCell_Check(container)) {
         cells_.push_back({container, one, number});
+      } else if (PyFunction_Check(container) && PyTuple_Check(one) && PyTuple_GET_SIZE(one) == 3) {
+        FunctionRecord record{container, {}, number};
+        for (int i = 0; i < 3; ++i)
+          if (PyTuple_GET_ITEM(one, i) != Py_None) record.held[i] = PyTuple_GET_ITEM(one, i);
+        functions_.push_back(record);
       } else {
-        throw std::invalid_argument("neither dict nor list nor cell");
+        throw std::invalid_argument("neither dict nor list nor cell nor function");
       }
     }
     std::sort(dicts.begin(), dicts.end());  // neighbours in memory one after another
@@ -300,6 +307,8 @@ class StateGuard {
     }
     for (const auto& [cell, held, number] : cells_)
       if (PyCell_GET(cell) != held) changed_.push_back(number);
+    for (const auto& one : functions_)
+      if (!one.holds()) changed_.push_back(one.number);
   }
 
   [[gnu::always_inline]] static bool holds(const TensorRecord& record, const Kind& kind) {

@@ -13,6 +13,9 @@ from wholestep.capture.python.code_owner import Owner, owner_of_class
 
 SEES_ALL: tuple[types.BuiltinFunctionType, ...] = (eval, exec, globals)  # type: ignore[assignment]
 """What is built in and gives a step names that stand nowhere in its code."""
+FUNCTION_PARTS = ("__code__", "__defaults__", "__kwdefaults__")
+"""What a function has besides its globals and its closure, and may be given anew: a notebook that loads a changed file
+again gives functions of it their new code."""
 _PAST_CLASSES = ("__setattr__", "__delattr__")
 """``object.__setattr__(thing, "name", item)`` writes to an object, and its class does not tell."""
 

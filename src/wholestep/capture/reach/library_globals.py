@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from collections import deque
 from collections.abc import Collection, Iterator
@@ -19,6 +20,14 @@ def things_named(library: types.ModuleType, names: Collection[str]) -> Iterator[
     if owner_of_file(getattr(library, "__file__", None) or "") is Owner.INSTALLED:
         held = vars(library)
         yield from ((key, held[key]) for key in sorted(names & held.keys()) if isinstance(held[key], _LOOKED_AT))
+
+
+def belong_to_library(container: Any) -> bool:
+    """Whether a container is the globals of a module that is not the user's."""
+    if not isinstance(container, dict) or "__spec__" not in container:
+        return False
+    owner = owner_of_file(container.get("__file__") or "")
+    return container.get("__name__") in sys.builtin_module_names or owner in (Owner.PYTHON, Owner.INSTALLED, Owner.TORCH)
 
 
 def numbers_read(function: types.FunctionType) -> tuple[str, ...]:

@@ -255,13 +255,13 @@ class Walker:
                 self._watch(function.__globals__, f"globals of {function.__module__}", read)
             return
         self._watch(vars(function), name, None)
+        self._watch(SlotsView(function), name, code_names.FUNCTION_PARTS)
         for key, item in list(vars(function).items()):
             self.visit(f"{name}.{key}", item, depth + 1)
         self.reachable.add_code(function)
         for one in code_names.sees_all(function):
             self._hidden.add(one.__name__, one, "which reads what no code names")
-        names = {n for code in code_names.codes(function.__code__) for n in code_names.names(code)}
-        self._names |= names
+        self._names |= {n for code in code_names.codes(function.__code__) for n in code_names.names(code)}
         used = tuple(sorted(n for n in code_names.globals_of(function) if not n.startswith("__")))
         if used:
             self._watch(function.__globals__, f"globals of {function.__module__}", used)
