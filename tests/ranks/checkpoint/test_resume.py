@@ -21,7 +21,7 @@ from wholestep.runtime.checkpoint.storage import Writer
 pytestmark = pytest.mark.ranks
 
 DDP, ZERO, FSDP = (Setup(strategy, 2) for strategy in (ws.DDP(), ws.ZeRO(), ws.FSDP()))
-HSDP = Setup(ws.FSDP(), 4, mesh=True)
+HSDP = Setup(ws.FSDP(), 4, mesh=(2, 2))
 POWERSGD = Setup(ws.DDP(compress=ws.PowerSGD(rank=1, start_iter=2, min_compression_rate=0.5)), 2)
 SETUPS = {"ddp": DDP, "zero": ZERO, "fsdp": FSDP, "hsdp": HSDP, "powersgd": POWERSGD}
 

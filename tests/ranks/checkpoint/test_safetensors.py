@@ -48,7 +48,7 @@ def loaded(name: str, folder: Path) -> tuple[dict[str, Tensor], int]:
     return found, one.step.cache_info().traces
 
 
-@pytest.mark.parametrize("name", ["ddp1", "ddp2", "zero2", "fsdp2", "hsdp4"])
+@pytest.mark.parametrize("name", ["ddp1", "ddp2", "zero2", "fsdp2", "hfsdp2x2"])
 def test_into_every_strategy(request: pytest.FixtureRequest, tmp_path: Path, name: str) -> None:
     torch.manual_seed(11)
     want = saved(tmp_path, Net())

@@ -41,19 +41,20 @@ class Setup:
 
     strategy: Strategy
     ranks: int
-    mesh: bool = False
-    """Whether the ranks are a mesh of two axes."""
+    mesh: tuple[int, int] | None = None
+    """Replicas and shards, where the ranks are a mesh of two axes."""
 
     def __str__(self) -> str:
         kind = type(self.strategy).__name__.lower()
-        return f"{'hsdp' if self.mesh else kind}{self.ranks}"
+        return f"{kind}{self.ranks}" if self.mesh is None else f"{'h' + kind}{'x'.join(map(str, self.mesh))}"
 
 
 SETUPS = {
     str(one): one
     for one in (
         *(Setup(strategy, ranks) for strategy in (ws.DDP(), ws.ZeRO(), ws.FSDP()) for ranks in (1, 2, 4)),
-        Setup(ws.FSDP(), 4, mesh=True),
+        *(Setup(ws.FSDP(), shape[0] * shape[1], mesh=shape) for shape in ((2, 2), (1, 2), (2, 1))),
+        Setup(ws.ZeRO(), 4, mesh=(2, 2)),
     )
 }
 
@@ -97,8 +98,8 @@ def training(setup: Setup, seed: int = 0) -> Training:
     torch.manual_seed(seed)
     model = Net()
     torch.manual_seed(1000 * seed + rank())  # dropout of each rank is its own
-    shape, names = (2, 2), ("dp_replicate", "dp_shard")
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names) if setup.mesh else None
+    names = ("dp_replicate", "dp_shard")
+    mesh = init_device_mesh("cpu", setup.mesh, mesh_dim_names=names) if setup.mesh else None
     step = ws.compile(train_step, strategy=setup.strategy, mesh=mesh, backend="eager", fullgraph=True)
     return Training(model, adamw(model), step)
 
