@@ -1,4 +1,4 @@
-// Dicts, and which of them may have been written since they were last compared.
+// Dicts, and which of them may have been written since they were last compared; functions, compared as they are.
 //
 // Python 3.12 and later tell who watches a dict, just before it is written: comparing dicts that were not written reads
 // none of them. Before 3.12, or where others hold all that Python has for watchers, the version of every dict is read.
@@ -150,6 +150,17 @@ class DictVersions {
   static bool watch(PyObject*, const Listener&) { return false; }
   static void unwatch(PyObject*, const Listener&) {}
 #endif
+};
+
+// A function and what it had: its code, and the defaults of its parameters or null.
+struct FunctionRecord {
+  PyObject* function;
+  PyObject* held[3];
+  long number;
+  bool holds() const {
+    const auto* now = reinterpret_cast<PyFunctionObject*>(function);
+    return now->func_code == held[0] && now->func_defaults == held[1] && now->func_kwdefaults == held[2];
+  }
 };
 
 }  // namespace wholestep

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "dict_versions.h"
-#include "function_record.h"
 #include "tensor_desc.h"
 
 #include <ATen/Context.h>

@@ -26,8 +26,9 @@ def belong_to_library(container: Any) -> bool:
     """Whether a container is the globals of a module that is not the user's."""
     if not isinstance(container, dict) or "__spec__" not in container:
         return False
+    is_builtin = container.get("__name__") in sys.builtin_module_names
     owner = owner_of_file(container.get("__file__") or "")
-    return container.get("__name__") in sys.builtin_module_names or owner in (Owner.PYTHON, Owner.INSTALLED, Owner.TORCH)
+    return is_builtin or owner in (Owner.PYTHON, Owner.INSTALLED, Owner.TORCH)
 
 
 def numbers_read(function: types.FunctionType) -> tuple[str, ...]:
