@@ -33,14 +33,6 @@ CAPTURE_MUTATIONS = (
         tests=("tests/behaviour/hidden_state/test_replaced_code.py",),
     ),
     Mutation(
-        name="functions_unseen_by_native_guards",
-        what="the native guard compares the defaults of a function with those of its code alone",
-        file="capture/native/dict_versions.h",
-        old="now->func_code == held[0] && now->func_defaults == held[1] && now->func_kwdefaults == held[2]",
-        new="now->func_code == held[0]",
-        tests=("tests/unit/capture/native/test_build.py",),
-    ),
-    Mutation(
         name="locks_stay_taken",
         what="a trace that ends in the midst of somebody's code leaves the locks taken that this code has taken",
         file="capture/tracing/call_watch.py",
