@@ -33,6 +33,14 @@ CAPTURE_MUTATIONS = (
         tests=("tests/behaviour/hidden_state/test_replaced_code.py",),
     ),
     Mutation(
+        name="warnings_of_torch_are_effects",
+        what="a step whose operator torch warns of is live, and the warning is lost",
+        file="capture/tracing/call_watch.py",
+        old=" or frame.f_code is _SHOWS_WARNINGS:",
+        new=":",
+        tests=("tests/unit/capture/tracing/test_call_watch.py",),
+    ),
+    Mutation(
         name="locks_stay_taken",
         what="a trace that ends in the midst of somebody's code leaves the locks taken that this code has taken",
         file="capture/tracing/call_watch.py",

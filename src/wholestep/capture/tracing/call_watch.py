@@ -18,6 +18,7 @@ import random
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import BuiltinImporter, FileFinder
@@ -170,17 +171,20 @@ def _own_dirs() -> tuple[str, ...]:
 _STANDARD = (os.path.dirname(os.__file__) + os.sep, "<frozen")
 _TRANSPARENT = frozenset({nn.modules.module.__file__, torch.random.__file__, torch.cuda.random.__file__})
 """Where torch calls the forward of a module, which may be anybody's, and the generators that the user asks it for."""
+_SHOWS_WARNINGS = getattr(getattr(warnings, "_showwarnmsg", None), "__code__", None)
+"""What C calls for a warning that nobody filters."""
 _IMPORTS = frozenset(finder.find_spec.__code__.co_filename for finder in (BuiltinImporter, FileFinder))
 """Where Python looks for modules, and runs those that it has found."""
 
 
 def _is_on_behalf_of_user(frame: types.FrameType | None) -> bool:
     """Whether the user's code called this, by itself or through libraries, and neither torch for a purpose of its own
-    nor an import. What torch logs is its own, also where a handler of the user's writes it. So are kernels and modes of
-    the user's by which an operator is described: they are no part of the step's Python."""
+    nor an import. What torch logs and warns of is its own, also where a handler of the user's writes it: a warning of
+    the user's is refused where it is made. So are kernels and modes of the user's by which an operator is described:
+    they are no part of the step's Python."""
     is_of_user = logs = False
     while frame is not None:
-        if frame.f_code.co_name == "__torch_dispatch__":
+        if frame.f_code.co_name == "__torch_dispatch__" or frame.f_code is _SHOWS_WARNINGS:
             return False
         file = frame.f_code.co_filename
         if file in _IMPORTS:

@@ -16,8 +16,9 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -245,3 +246,24 @@ def test_a_step_may_take_a_lock_and_give_it_back(make: Callable[[], Any]) -> Non
 
     captured(step_that(does), torch.ones(2))
     assert is_free(lock)
+
+
+@pytest.fixture
+def torch_warns_again() -> Iterator[None]:
+    """Of what it warns of once in a process."""
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(always)
+
+
+def test_what_torch_warns_of_in_cpp_is_shown_and_no_effect_of_the_step(torch_warns_again: None) -> None:
+    """It has no frame of its own: the warning seems to be of the line that called the operator."""
+    with pytest.warns(UserWarning, match=r"The use of `x.T`"):
+        captured(lambda x: x.T * 2, torch.ones(2, 3, 4))
+
+
+def test_a_warning_of_the_user_is_an_effect(recwarn: pytest.WarningsRecorder) -> None:
+    with pytest.raises(OutsideEffect, match=r"_warnings.warn"):
+        captured(step_that(lambda: warnings.warn("seen", stacklevel=1)), torch.ones(2))
+    assert not [one for one in recwarn if "seen" in str(one.message)]
