@@ -76,8 +76,8 @@ CAPTURE_MUTATIONS = (
         name="functions_of_libraries_for_ever",
         what="a function of a library that is exchanged between calls is still the one that was traced",
         file="capture/reach/reachability.py",
-        old="            if named := sorted(self._names & {*held}):",
-        new="            if named := sorted(k for k in self._names & {*held} if isinstance(held[k], SCALARS)):",
+        old="            if named := sorted(self._names & {*vars(library)}):",
+        new="            if named := sorted(k for k in self._names if isinstance(vars(library).get(k, self), str)):",
         tests=("tests/unit/capture/effects/test_library_state.py",),
     ),
     Mutation(

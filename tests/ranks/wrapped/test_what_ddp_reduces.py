@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
@@ -317,3 +319,30 @@ def delayed() -> None:
 
 def test_delayed_reductions_are_refused_by_name(pool2: Any) -> None:
     pool2.run(delayed)
+
+
+def averaged() -> list[tuple[list[Tensor], int]]:
+    """Parameters and calls counted, of eager code and of a compiled step, with torch's optimizer around another one."""
+    found = []
+    for make in (lambda step: step, ws.compile):
+        torch.manual_seed(0)
+        loop = Loop(plain())
+        averager = PeriodicModelAverager(period=2, warmup_steps=1)
+        loop.opt = PostLocalSGDOptimizer(loop.opt, averager)
+
+        def step(x: Tensor, y: Tensor, loop: Loop = loop) -> None:
+            loss_of(loop.model, x, y).backward()
+            loop.update()
+
+        called: Any = make(step)
+        for x, y in batches():
+            called(x, y)
+        found.append((loop.results(), averager.step))
+    return found
+
+
+def test_an_optimizer_of_torch_around_another_one_goes_on_counting(pool2: Any) -> None:
+    for (eager, calls), (ours, also) in pool2.run(averaged):
+        assert (calls, also) == (CALLS, CALLS)
+        for number, (one, other) in enumerate(zip(eager, ours, strict=True)):
+            assert torch.equal(one, other), number

@@ -132,9 +132,8 @@ class Walker:
             if own := [key for key in own if names is None or key in names]:
                 self._watch(SlotsView(thing), name, tuple(sorted(own)))
         for name, library in self._libraries.values():  # a function of theirs may be exchanged, too
-            held = vars(library)
-            if named := sorted(self._names & {*held}):
-                self._watch(held, name, tuple(named))
+            if named := sorted(self._names & {*vars(library)}):
+                self._watch(vars(library), name, tuple(named))
         for name, view in self._classes.views(self._names):
             self._watch(view, name, None)
         self._finish_schedulers()
@@ -204,9 +203,10 @@ class Walker:
             self.visit_hooks(f"{path}.{name}", hooks, depth)
 
     def _optimizer(self, name: str, opt: Optimizer, depth: int) -> None:
-        if "param_groups" not in vars(opt):  # accelerate and Lightning put such a one around another
-            self._plain_object(name, opt, depth)
-            return
+        if "_optimizer_step_pre_hooks" not in vars(opt):  # around another one, as accelerate and Lightning have it
+            if owner_of_class(type(opt)) in LOOKED_THROUGH:  # PostLocalSGDOptimizer counts its calls, for one
+                return self._hidden.add(name, opt, "around another optimizer, with numbers that nobody looks at")
+            return self._plain_object(name, opt, depth)
         self.reachable.optimizers[id(opt)] = (name, opt)
         self._classes.add(type(opt))
         for key, item in list(vars(opt).items()):

@@ -75,7 +75,7 @@ def _is_of_torch(function: types.FunctionType) -> bool:
 def _step(plain: Callable[..., Any]) -> Callable[..., Any]:
     def step(*args: Any, **kwargs: Any) -> Any:
         run = CURRENT.run
-        if run is None or len(args) != 1 or kwargs or _has_hooks(args[0]) or _holds_tensors(args[0]):
+        if run is None or len(args) != 1 or kwargs or _runs_code(args[0]) or _holds_tensors(args[0]):
             return plain(*args, **kwargs)
         return run.called(plain, args, kwargs)
 
@@ -90,9 +90,11 @@ def _holds_tensors(opt: Optimizer) -> bool:
     return any(isinstance(held, torch.Tensor) for held in vars(opt).values())
 
 
-def _has_hooks(opt: Optimizer) -> bool:
+def _runs_code(opt: Optimizer) -> bool:
+    """Whether a step of it runs hooks, or another optimizer: one around it was not made by torch's ``__init__``."""
     return bool(
-        opt._optimizer_step_pre_hooks
+        "_optimizer_step_pre_hooks" not in vars(opt)
+        or opt._optimizer_step_pre_hooks
         or opt._optimizer_step_post_hooks
         or optimizer._global_optimizer_pre_hooks
         or optimizer._global_optimizer_post_hooks
