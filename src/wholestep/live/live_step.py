@@ -153,12 +153,9 @@ class LiveStep:
         if peers is None:
             return self._called(args, kwargs)
         peers.begin(args, kwargs, f"{self.name}, live call {self.stats.calls}")
-        try:
-            with peers.reducing():
-                result = self._called(args, kwargs)
-            peers.meet(Event(ENDS))
-        finally:
-            peers.end()
+        with peers.reducing():
+            result = self._called(args, kwargs)
+        peers.meet(Event(ENDS))
         return result
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -220,8 +217,6 @@ class LiveStep:
             return None
         made = 0 if self._peers is None else self._peers.made
         if compiled.call is None or compiled.made != made:
-            if self._peers is not None:
-                self._peers.look()  # at modules that are new: what they gather is stale behind the piece
             compiled.call, compiled.made = self._compile(compiled.piece.function, made), made
         try:
             results = self._run_piece(compiled, run, read)

@@ -22,13 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from wholestep.capture.python.tracing_thread import is_capturing
 from wholestep.capture.python.user_frame import current_line
 from wholestep.capture.reach.reachability import find_reachable
-from wholestep.capture.reach.reachable import Reachable
 from wholestep.capture.reach.train_state import TrainState, collect
 from wholestep.capture.tracing.backward_engine import Engine, backward_replaced
 from wholestep.capture.wrappers import ddp
@@ -38,7 +36,6 @@ from wholestep.config import DDP, FSDP, CastCompress, Strategy
 from wholestep.errors import CaptureError, RankMismatchError
 from wholestep.ir.dtensor.shards import is_sharded
 from wholestep.ir.program import InputKind, MeshAxis
-from wholestep.live.recording.modes import modes_off
 from wholestep.live.sharded_parameters import ShardedParameters, all_reduced, from_all_ranks
 from wholestep.runtime.buffer_sync import broadcast_over
 from wholestep.runtime.distributed.failure_report import named_failures
@@ -59,7 +56,7 @@ class Event:
     what: int = 0
     """A number that is the same on ranks that run the same piece, or gather the same tensor."""
     made: int = field(default=0, compare=False)
-    """Of a piece: the meeting at which it was compiled on this rank, or 0. Of what is gathered: all parameters' sum."""
+    """Of a piece: the number of the meeting at which it was compiled on this rank; 0 if it was not yet."""
 
     @classmethod
     def of_piece(cls, source: str, made: int) -> Event:
@@ -85,14 +82,10 @@ class Peers:
         """Whether Python computes with whole tensors in the place of shards."""
         self.note, self.managed = note, frozenset[int]() if wrapped is None else wrapped.managed
         self._step, self._axes, self._world = step, axes, world
-        self._args: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
         self._wire = strategy.compress if isinstance(strategy, DDP) else None
         self._num_ranks = math.prod(axis.size for axis in axes)
-        self._reached: TrainState | None = None
-        """What the step of this call has been seen to reach; see `look`."""
+        self._state = TrainState()
         self._roots: list[nn.Module] = []
-        self._sharded: list[FSDPModule] = []
-        self._has_buffers = True
         self._call_name: Callable[[], str] = lambda: ""
         self._is_equal = not strategy.sync_at_start
         self.made = 0
@@ -116,46 +109,16 @@ class Peers:
         return isinstance(self.strategy, FSDP) or len(self._axes) == 1
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], call_name: str) -> None:
-        """The start of a call: makes equal what the strategy wants equal.
-
-        Pieces look by themselves whether they still fit. So parameters are looked for where calls are executed, and
-        here only if there may be something to broadcast: that takes as long as the rest of a call's Python.
-        """
+        """The start of a call: finds parameters and buffers, and makes equal what the strategy wants equal."""
         self._call_name, self._parted = (lambda: call_name), None
-        self._args, self._reached = (args, kwargs), None
-        self.shards.begin(lambda: self.look().params)
-        if self._has_buffers or not self._is_equal:
-            self._broadcast()
-        for module in self._sharded:
+        found = find_reachable(self._step, args, kwargs)
+        self._state, self._roots = collect(found), [root for _, root in found.modules.values()]
+        self.shards.begin(self._state.params)
+        for module in sharded_modules(self._roots):
             module.reshard()  # what an eager forward has left gathered would be stale behind a piece
-
-    def end(self) -> None:
-        """The call is over: its batch is not held any longer."""
-        self._args, self._reached = ((), {}), None
-
-    def look(self) -> TrainState:
-        """Parameters, buffers and the rest of the state that the step of this call reaches."""
-        if self._reached is None:
-            self._found_by_look()
-        assert self._reached is not None
-        return self._reached
-
-    def _found_by_look(self) -> Reachable:
-        with modes_off():
-            found = find_reachable(self._step, *self._args)
-            self._reached, self._roots = collect(found), [root for _, root in found.modules.values()]
-            self._sharded = [*sharded_modules(self._roots)]
-        self._has_buffers = bool(found.wrappers) or (
-            self.strategy.broadcast_buffers and any(True for _ in self._reached.of_kind(InputKind.BUFFER))
-        )
-        return found
-
-    def _broadcast(self) -> None:
-        """Gives this call's state the values of the first rank, as far as the strategy has it so."""
-        found, state = self._found_by_look(), self.look()
         kinds = [] if self._is_equal else [InputKind.PARAM, InputKind.BUFFER]
         kinds += [InputKind.BUFFER] if self.strategy.broadcast_buffers and self._is_equal else []
-        chosen = [slot for slot in state.of_kind(*kinds) if not is_sharded(slot.tensor)]
+        chosen = [slot for slot in self._state.of_kind(*kinds) if not is_sharded(slot.tensor)]
         own = self.strategy.ignore if self._is_equal else ()
         tensors = [slot.tensor for slot in chosen if slot.name not in own]
         if found.wrappers:
@@ -181,7 +144,7 @@ class Peers:
             events, lines = self._exchange(event)
             if wanted := [one for one in events if one.kind == GATHERS]:
                 with torch.no_grad(), self._failures_named():
-                    self._found = self.shards.gathered(wanted[0].what, wanted[0].made)
+                    self._found = self.shards.gathered(wanted[0].what)
                 if self._found is None:
                     self._parted = RankMismatchError(self._without_gradient(events, lines))
                     raise self._parted
@@ -221,14 +184,13 @@ class Peers:
         if number is None:
             self.meet(Event(RUNS_ON_SHARDS, zlib.crc32(f"{tuple(shard.shape)} {shard.placements}".encode())))
             return shard.full_tensor().detach()
-        self.meet(Event(GATHERS, number, self.shards.checksum))
+        self.meet(Event(GATHERS, number))
         found, self._found = self._found, None
         assert found is not None
         return found
 
     def leaves_of_forwards(self) -> dict[int, torch.Tensor]:
         """By id of sharded parameters what stands for them in the graphs of forwards."""
-        self.look()
         return gathered_leaves(self._roots)
 
     def mean(self, grads: list[torch.Tensor | None], like: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -273,7 +235,7 @@ class Peers:
                 "Gradients are summed over the ranks and there are some already, of which nobody knows whether they "
                 'are sums. Use DDP(reduce="mean"), or clear them before each backward.'
             )
-        shards = [slot.tensor for slot in self.look().params if is_sharded(slot.tensor)]
+        shards = [slot.tensor for slot in self._state.params if is_sharded(slot.tensor)]
         fresh = [shard for shard in shards if shard.grad is None]
         with self.shards.gradients_kept(), reduced_alike() as used_here:
             result = backward()
@@ -312,7 +274,7 @@ class Peers:
         ignored = set(self.strategy.ignore)
         return [
             slot
-            for slot in self.look().params
+            for slot in self._state.params
             if slot.tensor.requires_grad
             and slot.name not in ignored
             and not is_sharded(slot.tensor)

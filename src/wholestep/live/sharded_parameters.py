@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -45,27 +44,15 @@ class ShardedParameters:
     def __init__(self, axes: tuple[MeshAxis, ...]) -> None:
         """`axes`: of the mesh. Parameters are cut over the ranks of the first one."""
         self._axes = axes
-        self._look: Callable[[], Iterable[Slot]] = tuple
-        self._known: list[Slot] | None = None
+        self._params: list[Slot] = []
         self._unreduced: dict[int, torch.Tensor] = {}
         """By place of the parameter the gradients that whole tensors got in a backward, which are this rank's alone."""
         self._keeps_gradients = False
 
-    def begin(self, params: Callable[[], Iterable[Slot]]) -> None:
-        """A call begins. `params`: gives those of the step, in an order that is the same on all ranks."""
-        self._look, self._known = params, None
+    def begin(self, params: Iterable[Slot]) -> None:
+        """A call begins. `params`: of the step, in an order that is the same on all ranks."""
+        self._params = list(params)
         self._unreduced.clear()
-
-    @property
-    def _params(self) -> list[Slot]:
-        if self._known is None:
-            self._known = list(self._look())
-        return self._known
-
-    @property
-    def checksum(self) -> int:
-        """Of names and shapes: a rank may look at its parameters later in its call than another one."""
-        return zlib.crc32(repr([(slot.name, tuple(slot.tensor.shape)) for slot in self._params]).encode())
 
     def number_of(self, tensor: DTensor) -> int | None:
         """The number of a parameter or a gradient, or of what has its memory and layout; None for any other tensor."""
@@ -79,12 +66,11 @@ class ShardedParameters:
         """What a number stands for, in words."""
         return f"{'the gradient of ' if number % 2 else ''}{self._params[number // 2].name}"
 
-    def gathered(self, number: int, checksum: int) -> torch.Tensor | None:
-        """All parts of a tensor as one. Every rank comes; None on all of them if one has no such gradient, or other
-        parameters than the rank whose `checksum` it is."""
-        param = self._params[min(number // 2, len(self._params) - 1)].tensor
+    def gathered(self, number: int) -> torch.Tensor | None:
+        """All parts of a tensor as one. Every rank comes; None on all of them if one has no such gradient."""
+        param = self._params[number // 2].tensor
         held = param.grad if number % 2 else param
-        has = torch.tensor([is_dtensor(held) and checksum == self.checksum], dtype=torch.int32, device=param.device)
+        has = torch.tensor([is_dtensor(held)], dtype=torch.int32, device=param.device)
         if not all_reduced(has, dist.ReduceOp.MIN, self._axes).item() or not is_dtensor(held):
             return None
         if (spec := shard_spec(held)) is None:

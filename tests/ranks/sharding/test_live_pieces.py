@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,8 +17,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
-from wholestep.capture.reach.reachability import find_reachable
-from wholestep.live import peers
 
 pytestmark = pytest.mark.ranks
 
@@ -219,43 +216,6 @@ def test_pieces_on_a_mesh_of_two_axes(pool4: Any, name: str) -> None:
     for found in pool4.run(on_two_axes, name):
         assert found.faults == []
         assert (found.launches, found.executed) == (PIECES.get(name, 1), 0), found.reasons
-
-
-class Plain(Net):
-    """Without buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(9)  # type: ignore[assignment]
-
-
-def looks_of_the_last_call(strategy: ws.FSDP | ws.DDP, kind: type[Net]) -> tuple[Outcome, int]:
-    """How often a call that is known looks for parameters."""
-    ours, theirs, looks = Training.new(kind), Training.new(kind), [0]
-    theirs.model = DistributedDataParallel(theirs.net)
-    step = ws.compile(notes_its_loss, strategy=strategy, backend="eager")
-
-    def counted(*args: Any) -> Any:
-        looks.append(looks.pop() + 1)
-        return find_reachable(*args)
-
-    def called(*args: Any) -> None:
-        looks[:] = [0]
-        with patch.object(peers, "find_reachable", counted):
-            step(*args)
-
-    called.explain = step.explain  # type: ignore[attr-defined]
-    return outcome(called, notes_its_loss, ours, theirs), looks[0]
-
-
-@pytest.mark.parametrize("kind", [Net, Plain])
-@pytest.mark.parametrize("strategy", [ws.DDP(), ws.FSDP()], ids=lambda one: type(one).__name__)
-def test_calls_that_are_known_look_for_parameters_only_to_broadcast(pool2: Any, strategy: Any, kind: type[Net]) -> None:
-    """That takes as long as the rest of a call's Python, and pieces look by themselves whether they still fit."""
-    for found, looks in pool2.run(looks_of_the_last_call, strategy, kind):
-        assert found.faults == []
-        assert (found.launches, found.executed) == (1, 0)
-        assert looks == (kind is Net)
 
 
 class Counts(Net):
