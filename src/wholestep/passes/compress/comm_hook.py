@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch import Tensor
 
+from wholestep.capture.python.code_names import FUNCTION_PARTS
 from wholestep.capture.python.tracing_thread import capture_flag
 from wholestep.capture.reach.reachability import find_reachable
 from wholestep.capture.tracing.process_group_rules import RULES
@@ -123,7 +124,7 @@ def _read_by(hook: Any) -> str:
     for snapshot in found.snapshots:
         held = snapshot.held if isinstance(snapshot.held, dict) else dict(enumerate(snapshot.held))
         for key, value in held.items():
-            if not isinstance(value, _STATELESS):
+            if not isinstance(value, _STATELESS) and key not in FUNCTION_PARTS:  # what they hold comes up by itself
                 return f"{key} of {snapshot.path}"
     others = (*found.tensors.values(), *found.generators.values())
     return next(iter([*(name for name, _ in others), *(one.name for one in found.hidden)]), "")
