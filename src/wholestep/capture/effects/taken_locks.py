@@ -7,6 +7,7 @@ A trace ends by an exception wherever it comes upon what it cannot have. Code be
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from typing import Any
 
 LOCKS = (type(threading.Lock()), type(threading.RLock()))
@@ -36,4 +37,5 @@ class TakenLocks:
     def give_back(self) -> None:
         """Opens those that are still taken."""
         while self._taken:
-            self._taken.pop().release()
+            with suppress(RuntimeError):  # another thread has opened it, as that of a `Condition` which is waited for
+                self._taken.pop().release()

@@ -166,8 +166,8 @@ class _Scheduler:
             if rank == _UPDATE and self.late_us <= self.reserve_us:
                 heapq.heappush(self.heap, (_FILL, number))
                 continue
-            needed_bytes = self._needed_bytes(number) if rank != _NEXT else 0
-            if self.ledger.live_bytes + needed_bytes > self.bound_bytes and rank != _NEXT:
+            free_bytes = self.bound_bytes - self.ledger.live_bytes
+            if rank != _NEXT and (needed_bytes := self._needed_bytes(number)) > free_bytes:
                 self.held.append((rank, number, needed_bytes))
                 continue
             self._emit_with_needs(number)

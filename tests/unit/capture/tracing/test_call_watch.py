@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 import wholestep as ws
 from tests.unit.capture.steps import captured
+from wholestep.capture.effects.taken_locks import TakenLocks
 from wholestep.capture.tracing.call_watch import OutsideEffect
 from wholestep.errors import CaptureError
 
@@ -222,6 +223,17 @@ def test_a_step_that_keeps_a_lock_is_refused_and_gives_it_back(make: Callable[[]
     lock = make()
     with pytest.raises(OutsideEffect, match="takes a lock and keeps it"):
         captured(step_that(lock.acquire), torch.ones(2))
+    assert is_free(lock)
+
+
+def test_a_lock_that_another_thread_has_opened_is_left_alone() -> None:
+    lock, taken = threading.Lock(), TakenLocks()
+    taken.note(lock.acquire)
+    lock.acquire()
+    thread = threading.Thread(target=lock.release)
+    thread.start()
+    thread.join()
+    taken.give_back()
     assert is_free(lock)
 
 
