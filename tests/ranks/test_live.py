@@ -91,7 +91,7 @@ def batch(call: int) -> tuple[Tensor, Tensor]:
     return torch.randn(3, 4, generator=generator), torch.randn(3, 1, generator=generator)
 
 
-def beside_ddp(name: str) -> tuple[bool, bool, int, int]:
+def beside_ddp(name: str) -> tuple[bool, bool, int, int, int]:
     ws.init()
     step = next(one for one in STEPS if one.__name__ == name)
     eager, live = Training(wrapped=True), Training(wrapped=False)
@@ -101,13 +101,15 @@ def beside_ddp(name: str) -> tuple[bool, bool, int, int]:
         compiled(*batch(call))
     pairs = zip(eager.net.state_dict().values(), live.net.state_dict().values(), strict=True)
     report: Any = compiled.explain().live
-    return all(torch.equal(*pair) for pair in pairs), eager.log == live.log, report.calls, report.launches
+    walks: int = compiled._live._peers.walk.walks  # type: ignore[union-attr]
+    return all(torch.equal(*pair) for pair in pairs), eager.log == live.log, report.calls, report.launches, walks
 
 
 @pytest.mark.parametrize("name", [step.__name__ for step in STEPS])
 def test_it_trains_as_ddp_does(pool2: Any, name: str) -> None:
-    for same_state, same_log, calls, launches in pool2.run(beside_ddp, name):
+    for same_state, same_log, calls, launches, walks in pool2.run(beside_ddp, name):
         assert (same_state, same_log, calls) == (True, True, CALLS)
+        assert walks <= 2  # optimizer state comes with the first call
         assert launches >= {"appends": CALLS - 1, "guards": 2 * (CALLS - 1)}.get(name, 0)
 
 

@@ -26,19 +26,21 @@ from torch.distributed.tensor import DTensor
 
 from wholestep.capture.python.tracing_thread import is_capturing
 from wholestep.capture.python.user_frame import current_line
-from wholestep.capture.reach.reachability import find_reachable
-from wholestep.capture.reach.train_state import TrainState, collect
+from wholestep.capture.reach.train_state import TrainState
 from wholestep.capture.tracing.backward_engine import Engine, backward_replaced
 from wholestep.capture.wrappers import ddp
 from wholestep.capture.wrappers.fully_shard_hooks import before_forwards, reduced_alike
-from wholestep.capture.wrappers.fully_shard_settings import gathered_leaves, sharded_modules
+from wholestep.capture.wrappers.fully_shard_settings import gathered_leaves
 from wholestep.config import DDP, FSDP, CastCompress, Strategy
 from wholestep.errors import CaptureError, RankMismatchError
 from wholestep.ir.dtensor.shards import is_sharded
+from wholestep.ir.ops.collectives import group_named
 from wholestep.ir.program import InputKind, MeshAxis
+from wholestep.live.cached_walk import CachedWalk
 from wholestep.live.sharded_parameters import ShardedParameters, all_reduced, from_all_ranks
 from wholestep.runtime.buffer_sync import broadcast_over
 from wholestep.runtime.distributed.failure_report import named_failures
+from wholestep.runtime.distributed.process_group import carries_host_tensors
 from wholestep.runtime.distributed.world import World
 from wholestep.runtime.wrapped_strategy import WrappedStrategy
 
@@ -81,7 +83,11 @@ class Peers:
         self.computes_whole = isinstance(strategy, FSDP) and wrapped is None
         """Whether Python computes with whole tensors in the place of shards."""
         self.note, self.managed = note, frozenset[int]() if wrapped is None else wrapped.managed
-        self._step, self._axes, self._world = step, axes, world
+        self._axes, self._world = axes, world
+        on_host = all(carries_host_tensors(group_named(axis.group)) for axis in axes)
+        self._meets_on = torch.device("cpu") if on_host else world.device
+        """Where it can be the host: a message of a GPU waits for all that it computes."""
+        self.walk = CachedWalk(step)
         self._wire = strategy.compress if isinstance(strategy, DDP) else None
         self._num_ranks = math.prod(axis.size for axis in axes)
         self._state = TrainState()
@@ -111,18 +117,18 @@ class Peers:
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], call_name: str) -> None:
         """The start of a call: finds parameters and buffers, and makes equal what the strategy wants equal."""
         self._call_name, self._parted = (lambda: call_name), None
-        found = find_reachable(self._step, args, kwargs)
-        self._state, self._roots = collect(found), [root for _, root in found.modules.values()]
+        reached = self.walk.reached(args, kwargs)
+        self._state, self._roots = reached.state, reached.roots
         self.shards.begin(self._state.params)
-        for module in sharded_modules(self._roots):
+        for module in reached.sharded:
             module.reshard()  # what an eager forward has left gathered would be stale behind a piece
         kinds = [] if self._is_equal else [InputKind.PARAM, InputKind.BUFFER]
         kinds += [InputKind.BUFFER] if self.strategy.broadcast_buffers and self._is_equal else []
         chosen = [slot for slot in self._state.of_kind(*kinds) if not is_sharded(slot.tensor)]
         own = self.strategy.ignore if self._is_equal else ()
         tensors = [slot.tensor for slot in chosen if slot.name not in own]
-        if found.wrappers:
-            synced = (one for _, wrapper in found.wrappers.values() for one in ddp.synced_buffers(wrapper))
+        if wrappers := reached.found.wrappers:
+            synced = (one for _, wrapper in wrappers.values() for one in ddp.synced_buffers(wrapper))
             tensors = [*{id(one): one for one in synced}.values()]
         if tensors:
             with self._failures_named():
@@ -319,7 +325,7 @@ class Peers:
     def _exchange(self, event: Event) -> tuple[list[Event], list[str]]:
         line = current_line().encode()[-_LINE_BYTES:].ljust(_LINE_BYTES)
         numbers = [event.kind, event.what, event.made, *line]
-        mine = torch.tensor(numbers, dtype=torch.int64, device=self._world.device)
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self._meets_on)
         with self._failures_named():
             rows = torch.stack(from_all_ranks(mine, self._axes)).tolist()
         return [Event(*row[:3]) for row in rows], [bytes(row[3:]).decode(errors="replace").strip() for row in rows]

@@ -15,6 +15,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils import _pytree as pytree
 
 from wholestep.capture.python import tree_util
+from wholestep.capture.python.snapshot import SCALARS
 from wholestep.capture.scalars.opaque_value import OpaqueValue
 from wholestep.capture.scalars.varying_numbers import ScalarLocation, VaryingValue
 
@@ -143,3 +144,13 @@ class Arguments:
 
     def _any_varies(self, leaves: Iterable[int]) -> bool:
         return not self._varying.isdisjoint(leaves)
+
+
+def holders(name: str, arg: Any) -> Iterator[tuple[str, Any]]:
+    """The things in an argument that outlive the call: modules, optimizers, and objects that hold them.
+
+    Whatever `tree.flatten` takes apart, containers and objects that hold tensors, is data of this call.
+    """
+    for keys, leaf in tree_util.leaves_with_keys(arg):
+        if not isinstance(leaf, (Tensor, *SCALARS)):
+            yield ".".join([name, *map(str, keys)]), leaf

@@ -22,7 +22,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from wholestep.capture.python.attribute_access import WatchedObject
 from wholestep.capture.python.class_attributes import ClassAttributes
 from wholestep.capture.python.code_owner import (
     LOOKED_THROUGH,
+    Owner,
     is_library_class,
     is_user_code,
     is_user_file,
@@ -45,9 +46,10 @@ from wholestep.capture.python.code_owner import (
 from wholestep.capture.python.container_views import BUFFERS, CellView, ContentView, SlotsView, held_by, own_dict, slots
 from wholestep.capture.python.snapshot import SCALARS, Snapshot
 from wholestep.capture.reach import grad_scaler, library_globals, module_hooks, rng_and_iterators
+from wholestep.capture.reach.arguments import holders
 from wholestep.capture.reach.reachable import Reachable
 from wholestep.capture.reach.unwrap_compiled import is_compiled
-from wholestep.capture.reach.watched_names import HiddenThings, WatchedNames, behind_proxy
+from wholestep.capture.reach.watched_names import HiddenThings, WatchedNames, behind_proxy, values_of_torch
 from wholestep.capture.scalars import hyperparameters
 from wholestep.capture.wrappers import ddp, fully_shard_settings
 from wholestep.util.gradient_node import is_leaf
@@ -299,7 +301,12 @@ class Walker:
 
     def _plain_object(self, name: str, thing: Any, depth: int) -> None:
         """An object, a class instance or a file of Python, whose attributes `finish` walks."""
-        if owner_of_class(type(thing)) in LOOKED_THROUGH:
+        if (owner := owner_of_class(type(thing))) in LOOKED_THROUGH:
+            values, things = values_of_torch(thing) if owner is Owner.TORCH else ((), ())
+            if values:
+                self._watch(own_dict(thing), name, values)
+            for key, item in things:
+                self.visit(f"{name}.{key}", item, depth + 1)
             return
         self._objects.append((name, thing))
         self._classes.add(type(thing))
@@ -380,7 +387,7 @@ def find_reachable(
         names = []
     flat = [(names[i] if i < len(names) else f"args.{i}", arg) for i, arg in enumerate(args)] + list(kwargs.items())
     for name, arg in flat:
-        for leaf_name, leaf in _holders(name, arg):
+        for leaf_name, leaf in holders(name, arg):
             walker.visit(leaf_name, leaf)
         for kind in tree_util.classes(arg):
             walker.visit(kind.__name__, kind)
@@ -388,13 +395,3 @@ def find_reachable(
     for hooks in module_hooks.GLOBAL_HOOKS:
         walker.visit_hooks("hook of every module", hooks)
     return walker.finish()
-
-
-def _holders(name: str, arg: Any) -> Iterator[tuple[str, Any]]:
-    """The things in an argument that outlive the call: modules, optimizers, and objects that hold them.
-
-    Whatever `tree.flatten` takes apart, containers and objects that hold tensors, is data of this call.
-    """
-    for keys, leaf in tree_util.leaves_with_keys(arg):
-        if not isinstance(leaf, (torch.Tensor, *SCALARS)):
-            yield ".".join([name, *map(str, keys)]), leaf

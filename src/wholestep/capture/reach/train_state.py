@@ -126,7 +126,7 @@ def collect(found: Reachable) -> TrainState:
                 state.add(InputKind.PARAM, loose[0] if loose else f"{name}.params.{g}.{i}", param)
     _refuse_lazy(state)
     for name, tensor in found.tensors.values():
-        if is_leaf(tensor) and (tensor.requires_grad or tensor.grad is not None):  # frozen, it may still have one
+        if is_loose_parameter(tensor):
             state.add(InputKind.PARAM, name, tensor)
     for name, opt in state.optimizers:
         _add_optimizer(state, name, opt)
@@ -136,6 +136,11 @@ def collect(found: Reachable) -> TrainState:
         if slot.tensor.grad is not None:
             state.add(InputKind.GRAD, f"{slot.name}.grad", slot.tensor.grad)
     return state
+
+
+def is_loose_parameter(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of no module and no optimizer has a gradient, or may get one. Frozen, it may still have one."""
+    return is_leaf(tensor) and (tensor.requires_grad or tensor.grad is not None)
 
 
 def parallel_parameters(found: Reachable, state: TrainState) -> list[str]:

@@ -7,10 +7,14 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from wholestep.capture.python import code_names
 from wholestep.capture.python.attribute_access import HiddenThing, is_observable
 from wholestep.capture.python.class_attributes import CALLED_BY_TORCH
 from wholestep.capture.python.code_owner import Owner, owner_of_class
+from wholestep.capture.python.container_views import own_dict
+from wholestep.capture.python.snapshot import SCALARS
 
 
 class WatchedNames:
@@ -76,6 +80,17 @@ class HiddenThings:
             yield
         finally:
             self._attribute = None
+
+
+def values_of_torch(thing: Any) -> tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]:
+    """Of an object of a class of torch: the names of its plain values, and other objects of torch that it holds.
+
+    No name in the user's code leads to what torch's code counts. What is None may be a cache that torch fills later.
+    """
+    held = own_dict(thing) or {}
+    values = tuple(key for key, item in held.items() if isinstance(item, SCALARS) and item is not None)
+    things = tuple((key, item) for key, item in held.items() if owner_of_class(type(item)) is Owner.TORCH)
+    return values, tuple((key, item) for key, item in things if not isinstance(item, torch.Tensor))
 
 
 def behind_proxy(thing: Any) -> Any:

@@ -86,6 +86,11 @@ def own_timeout_s(group: dist.ProcessGroup) -> float | None:
     return min((timeout.total_seconds() for timeout in known if timeout is not None), default=None)
 
 
+def carries_host_tensors(group: dist.ProcessGroup) -> bool:
+    """Whether tensors of the CPU can be sent through a group: not where the user has asked for NCCL alone."""
+    return any(device.type == "cpu" for device in group._device_types)
+
+
 def device_of_rank(backend: str, local_rank: int) -> torch.device:
     """The device of this rank, made the current one when it is a GPU."""
     if "nccl" not in backend:
