@@ -25,6 +25,14 @@ CAPTURE_MUTATIONS = (
         tests=(SETTINGS,),
     ),
     Mutation(
+        name="torch_never_counts",
+        what="plain values of objects of torch's own classes are watched",
+        file="capture/reach/watched_names.py",
+        old="    return values, tuple((key, item) for key, item in things if not isinstance(item, torch.Tensor))",
+        new="    return (), ()",
+        tests=("tests/unit/capture/reach/test_reachability_libraries.py",),
+    ),
+    Mutation(
         name="functions_keep_their_code",
         what="a function that is given other code between calls still computes as it did",
         file="capture/reach/reachability.py",

@@ -24,6 +24,22 @@ LIVE_MUTATIONS = (
         tests=(f"{LATE}::test_what_moves_in_one_place[moves_rate-behind the update-sgd]",),
     ),
     Mutation(
+        name="whatever_changes_leads_nowhere",
+        what="a live step on several ranks walks again where it may reach something else",
+        file="live/cached_walk.py",
+        old="    return isinstance(item, (*SCALARS, np.generic)) and own_dict(item) is None",
+        new="    return True",
+        tests=("tests/unit/live/test_cached_walk.py::test_what_leads_elsewhere_is_walked_again",),
+    ),
+    Mutation(
+        name="every_call_walks",
+        what="a live step on several ranks keeps what a walk has found",
+        file="live/cached_walk.py",
+        old="        if self._kept is not None and self._kept.holds(args, kwargs):",
+        new="        if False:",
+        tests=("tests/unit/live/test_cached_walk.py::test_plain_values_need_no_other_walk",),
+    ),
+    Mutation(
         name="new_state_made_late",
         what="the step of an optimizer that has to make state is recorded like any other",
         file="live/run.py",

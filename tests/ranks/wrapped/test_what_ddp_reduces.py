@@ -321,18 +321,22 @@ def test_delayed_reductions_are_refused_by_name(pool2: Any) -> None:
     pool2.run(delayed)
 
 
-def averaged() -> list[tuple[list[Tensor], int]]:
+def averaged(around: bool) -> list[tuple[list[Tensor], int]]:
     """Parameters and calls counted, of eager code and of a compiled step, with torch's optimizer around another one."""
     found = []
     for make in (lambda step: step, ws.compile):
         torch.manual_seed(0)
         loop = Loop(plain())
         averager = PeriodicModelAverager(period=2, warmup_steps=1)
-        loop.opt = PostLocalSGDOptimizer(loop.opt, averager)
+        if around:
+            loop.opt = PostLocalSGDOptimizer(loop.opt, averager)
 
-        def step(x: Tensor, y: Tensor, loop: Loop = loop) -> None:
+        def step(x: Tensor, y: Tensor, loop: Loop = loop, averager: Any = averager) -> None:
             loss_of(loop.model, x, y).backward()
-            loop.update()
+            loop.opt.step()
+            if not around:
+                averager.average_parameters(loop.model.parameters())
+            loop.opt.zero_grad()
 
         called: Any = make(step)
         for x, y in batches():
@@ -341,8 +345,9 @@ def averaged() -> list[tuple[list[Tensor], int]]:
     return found
 
 
-def test_an_optimizer_of_torch_around_another_one_goes_on_counting(pool2: Any) -> None:
-    for (eager, calls), (ours, also) in pool2.run(averaged):
+@pytest.mark.parametrize("around", [True, False], ids=["around an optimizer", "behind an optimizer"])
+def test_objects_of_torch_go_on_counting(pool2: Any, around: bool) -> None:
+    for (eager, calls), (ours, also) in pool2.run(averaged, around):
         assert (calls, also) == (CALLS, CALLS)
         for number, (one, other) in enumerate(zip(eager, ours, strict=True)):
             assert torch.equal(one, other), number

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,12 +36,12 @@ class Training:
 
 
 @pytest.fixture(params=["native", "python"])
-def training(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
+def training(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Training:
     if request.param == "python":
         monkeypatch.setattr(build, "module", lambda: None)
     else:
         assert build.wait() == ""
-    yield Training()
+    return Training()
 
 
 def moves_numbers(t: Training) -> None:

@@ -206,8 +206,6 @@ class Walker:
 
     def _optimizer(self, name: str, opt: Optimizer, depth: int) -> None:
         if "_optimizer_step_pre_hooks" not in vars(opt):  # around another one, as accelerate and Lightning have it
-            if owner_of_class(type(opt)) in LOOKED_THROUGH:  # PostLocalSGDOptimizer counts its calls, for one
-                return self._hidden.add(name, opt, "around another optimizer, with numbers that nobody looks at")
             return self._plain_object(name, opt, depth)
         self.reachable.optimizers[id(opt)] = (name, opt)
         self._classes.add(type(opt))

@@ -137,8 +137,10 @@ class _Scheduler:
         self.in_flight: list[int] = []
         self.blocked: dict[int, list[int]] = {}  # by the last of the collectives that each of them waits for
         self.heap: list[tuple[int, int]] = []
-        self.held: list[tuple[int, int, int]] = []
-        """Put off for their memory, each with the bytes that it takes."""
+        self.held: list[tuple[int, int]] = []
+        """Put off for their memory."""
+        self.needed_bytes: dict[int, int] = {}
+        """What each of them was found to take."""
         self.starts: list[int] = []
 
     def run(self) -> tuple[int, ...]:
@@ -167,8 +169,8 @@ class _Scheduler:
                 heapq.heappush(self.heap, (_FILL, number))
                 continue
             free_bytes = self.bound_bytes - self.ledger.live_bytes
-            if rank != _NEXT and (needed_bytes := self._needed_bytes(number)) > free_bytes:
-                self.held.append((rank, number, needed_bytes))
+            if rank != _NEXT and not self._fits(number, free_bytes):
+                self.held.append((rank, number))
                 continue
             self._emit_with_needs(number)
             return
@@ -183,7 +185,7 @@ class _Scheduler:
             self._finish(self.in_flight[0])
         elif self.held:
             held, self.held = sorted(self.held), []
-            for _, number, _ in held:
+            for _, number in held:
                 if not self.done[number]:
                     self._emit_with_needs(number)
         else:  # waits that nobody reads
@@ -209,8 +211,13 @@ class _Scheduler:
             rank = _NEXT if not self.late[number] else _UPDATE if self.awaits[number] else _FILL
             heapq.heappush(self.heap, (rank, number))
 
-    def _needed_bytes(self, number: int) -> int:
-        return sum(self.ledger.needed_bytes(one) for one in self._with_needs(number))
+    def _fits(self, number: int, free_bytes: int) -> bool:
+        """Whether there is room for a task and what it needs. What they take is looked up again only where they may
+        fit: that costs as much as the rest of the order, and is less later on only where something that they need has
+        run for another one."""
+        if number not in self.needed_bytes or self.needed_bytes[number] <= free_bytes:
+            self.needed_bytes[number] = sum(map(self.ledger.needed_bytes, self._with_needs(number)))
+        return self.needed_bytes[number] <= free_bytes
 
     def _with_needs(self, number: int) -> list[int]:
         """The task and whatever it needs that has not run, in order."""
@@ -245,15 +252,14 @@ class _Scheduler:
             self._offer_held()
 
     def _offer_held(self) -> None:
-        """Offers again what may fit by now. What a task takes is looked up again only then: that costs as much as the
-        rest of the order, and is less later on only where something that it needs has run for another one."""
+        """Offers again what may fit by now."""
         free_bytes = self.bound_bytes - self.ledger.live_bytes
         still = []
-        for rank, number, needed_bytes in self.held:
-            if needed_bytes <= free_bytes:
+        for rank, number in self.held:
+            if self.needed_bytes[number] <= free_bytes:
                 heapq.heappush(self.heap, (rank, number))
             else:
-                still.append((rank, number, needed_bytes))
+                still.append((rank, number))
         self.held = still
 
 

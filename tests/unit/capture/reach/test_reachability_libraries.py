@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 import wholestep as ws
 from tests.harness.training import backward_and_step
@@ -219,6 +220,38 @@ def test_an_optimizer_around_another_is_read_at_every_call(library: Any) -> None
     step(second)
     assert_equal(held(model, opt), before)
     assert step.cache_info().traces == 2
+
+
+@pytest.fixture
+def averager() -> PeriodicModelAverager:
+    """It counts its calls, and does no more in the first hundred."""
+    no_group: Any = object()
+    return PeriodicModelAverager(period=2, warmup_steps=100, process_group=no_group)
+
+
+@pytest.mark.parametrize("may_go_live", [True])
+def test_what_an_object_of_torch_counts_moves_on(averager: PeriodicModelAverager, may_go_live: bool) -> None:
+    """No name in the user's code says that it counts."""
+    model = torch.nn.Linear(2, 2)
+
+    def step(x: Tensor) -> Tensor:
+        averager.average_parameters(model.parameters())
+        return model(x).sum()
+
+    compiled = ws.compile(step, backend="eager")
+    for call in range(3):
+        compiled(torch.ones(2))
+        assert averager.step == call + 1
+
+
+def test_what_is_set_on_an_object_of_torch_is_not_stale(averager: PeriodicModelAverager) -> None:
+    def step(x: Tensor) -> Tensor:
+        return x * averager.period
+
+    compiled = ws.compile(step, backend="eager")
+    for period in (2, 3, 5):
+        averager.period = period
+        assert compiled(torch.ones(2)).tolist() == [period, period]
 
 
 def test_two_classes_of_optimizers_in_one_file_train_the_same() -> None:
