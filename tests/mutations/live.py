@@ -359,8 +359,8 @@ LIVE_MUTATIONS = (
         name="frozen_tensors_keep_gradients",
         what="a loose tensor that was frozen keeps a gradient that the step clears",
         file="capture/reach/train_state.py",
-        old="        if is_leaf(tensor) and (tensor.requires_grad or tensor.grad is not None):",
-        new="        if tensor.is_leaf and tensor.requires_grad:",
+        old="    return is_leaf(tensor) and (tensor.requires_grad or tensor.grad is not None)",
+        new="    return tensor.is_leaf and tensor.requires_grad",
         tests=(
             "tests/unit/capture/reach/test_train_state.py::"
             "test_a_loose_tensor_that_was_frozen_keeps_no_gradient_that_the_step_clears",

@@ -444,10 +444,10 @@ SHARDING_MUTATIONS = (
     ),
     Mutation(
         name="held_updates_looked_at_again",
-        what="every update that does not fit is looked at behind every step that frees memory",
+        what="what an update takes is looked up again behind every step that frees memory",
         file="passes/schedule/list_scheduler.py",
-        old="            if needed_bytes <= free_bytes:",
-        new="            if True:",
+        old="        if number not in self.needed_bytes or self.needed_bytes[number] <= free_bytes:",
+        new="        if True:",
         tests=("tests/unit/passes/schedule/test_list_scheduler.py",),
     ),
 )

@@ -237,6 +237,19 @@ def test_an_order_that_was_found_is_not_made_worse(case):
     assert list_schedule(again, found.peak_bytes).total_us <= ABOUT_AS_FAST * found.total_us
 
 
+def looks_counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """From now on, of which tasks a scheduler asks what they take."""
+    looks: list[int] = []
+    needed_bytes = Ledger.needed_bytes
+
+    def counted(ledger: Ledger, task: int) -> int:
+        looks.append(task)
+        return needed_bytes(ledger, task)
+
+    monkeypatch.setattr(Ledger, "needed_bytes", counted)
+    return looks
+
+
 def test_updates_that_do_not_fit_are_looked_at_no_more_than_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """The backward waits for gathers, and each of its steps frees memory, but never enough for an update."""
     number = 40
@@ -250,15 +263,28 @@ def test_updates_that_do_not_fit_are_looked_at_no_more_than_a_few_times(monkeypa
         usages[3 * i + 2] = Usage(reads=(i,), makes=(Make(buffer=i + 1, num_bytes=99 - i),))
         usages[3 * number + i] = Usage(makes=(Make(buffer=1000 + i, num_bytes=230),))
     case = replace(case, usages=usages)
-    looks = 0
-    needed_bytes = Ledger.needed_bytes
-
-    def counted(ledger: Ledger, task: int) -> int:
-        nonlocal looks
-        looks += 1
-        return needed_bytes(ledger, task)
-
-    monkeypatch.setattr(Ledger, "needed_bytes", counted)
+    looks = looks_counted(monkeypatch)
     found = list_schedule(case, 240)
     assert sorted(found.tasks) == list(range(len(names)))
-    assert looks < 30 * number  # a multiple of number ** 2, with each of them again behind each step
+    assert len(looks) < 30 * number  # a multiple of number ** 2, with each of them again behind each step
+
+
+def test_one_update_that_fits_has_no_others_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step of the backward frees memory for one update, whichever it is."""
+    number = 40
+    entries: list[tuple[str, Task]] = [(f"f{i}", Task(us=1)) for i in range(number)]
+    for i in range(number):
+        at = number + 3 * i
+        entries += [(f"g{i}", Task(comm_us=10)), (f"w{i}", Task(waits_for=(at,), deps=(at,)))]
+        entries.append((f"b{i}", Task(us=1, deps=(at + 1, at - 1) if i else (at + 1,))))
+    case, names = problem(*entries, *((f"U{i}", Task(us=5)) for i in range(number)))
+    usages = [Usage()] * len(names)
+    for i in range(number):
+        usages[i] = Usage(makes=(Make(buffer=i, num_bytes=60),))
+        usages[number + 3 * i + 2] = Usage(reads=(i,))
+        usages[4 * number + i] = Usage(makes=(Make(buffer=1000 + i, num_bytes=60),))
+    case = replace(case, usages=usages, pinned={1000 + i for i in range(number)})
+    looks = looks_counted(monkeypatch)
+    found = list_schedule(case, 60 * number + 30)
+    assert sorted(found.tasks) == list(range(len(names)))
+    assert len(looks) < 30 * number
