@@ -3,7 +3,8 @@
 On x86 torch multiplies float32 matrices by MKL. On processors that MKL was not made for, oneDNN is up to twice as fast:
 it generates its kernels for the instructions that it finds. torch itself goes there with half precision alone, and no
 operator leads there with float32, but the function behind it takes that type, too. A few lines of C++ call it, which
-turn what it throws into text; Inductor's compiler builds them, and keeps them in its cache.
+turn what it throws into text; Inductor's compiler builds them, and keeps them in its cache. torch refuses processors
+without AVX-512, as if for half precision: `why_not` says so, and torch multiplies there.
 
 Source: Intel, oneDNN documentation, "Matrix Multiplication".
 """

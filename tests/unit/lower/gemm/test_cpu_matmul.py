@@ -15,6 +15,7 @@ from torch._inductor.utils import fresh_cache
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import wholestep as ws
+from tests.unit.lower.gemm.processor import NEEDS_ONEDNN
 from wholestep.lower.gemm import cpu_matmul, onednn
 
 aten = torch.ops.aten
@@ -33,6 +34,7 @@ def targets(fn: Callable[..., Any], *shapes: tuple[int, ...], dtype: torch.dtype
     return [getattr(one, "target", one) for one in found]
 
 
+@NEEDS_ONEDNN
 def test_products_of_float32_matrices_and_batches_go():
     assert targets(torch.mm, (128, 64), (64, 128)) == [onednn.PRODUCT.default]
     assert targets(torch.bmm, (4, 128, 64), (4, 64, 128)) == [onednn.PRODUCT.default]
@@ -55,6 +57,7 @@ def test_all_else_stays_with_torch(given):
     assert given() == []
 
 
+@NEEDS_ONEDNN
 @pytest.mark.parametrize(("ours_us", "goes"), [(94.0, True), (96.0, False), (200.0, False)])
 def test_the_faster_one_is_taken_if_it_gains_enough(monkeypatch, ours_us, goes):
     monkeypatch.setattr(cpu_matmul, "_times_us", lambda runs: {"torch": 100.0, "oneDNN": ours_us})
@@ -119,6 +122,7 @@ def texts(step: ws.CompiledStep) -> str:
     return "\n".join(step._stages.backend._compiler.inductor.texts())
 
 
+@NEEDS_ONEDNN
 def test_a_compiled_step_multiplies_by_the_library_that_is_faster(monkeypatch):
     monkeypatch.setattr(cpu_matmul, "_is_faster", lambda node: True)
     with fresh_cache():
@@ -145,6 +149,7 @@ def test_it_does_not_where_it_must_not(monkeypatch, why):
         assert texts(step).count("extern_kernels.") == 8
 
 
+@NEEDS_ONEDNN
 def test_batches_in_a_compiled_step(monkeypatch):
     monkeypatch.setattr(cpu_matmul, "_is_faster", lambda node: True)
 
