@@ -443,6 +443,14 @@ SHARDING_MUTATIONS = (
         tests=("tests/unit/runtime/verify/test_verify_sharded.py::test_gradients_that_a_step_leaves_to_its_user",),
     ),
     Mutation(
+        name="each_dtensor_found_out_anew",
+        what="what a DTensor of a result is made of is found out at every call",
+        file="ir/dtensor/shards.py",
+        old="        if found:",
+        new="        if False:",
+        tests=("tests/unit/ir/dtensor/test_shards.py",),
+    ),
+    Mutation(
         name="held_updates_looked_at_again",
         what="what an update takes is looked up again behind every step that frees memory",
         file="passes/schedule/list_scheduler.py",

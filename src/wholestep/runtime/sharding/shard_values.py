@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from wholestep.capture.bind.binding import Binding
 from wholestep.capture.bind.captured import BindingSpec
 from wholestep.capture.reach.traced_inputs import EntryGradSource
 from wholestep.ir.dtensor.layouts import local_tensor
-from wholestep.ir.dtensor.shards import as_dtensor, padded_shard
+from wholestep.ir.dtensor.shards import dtensor_maker, padded_shard
 from wholestep.ir.program import InputKind, Program
 from wholestep.runtime.step_timer import Runner
 
@@ -23,10 +22,11 @@ def around(program: Program, spec: BindingSpec, runner: Runner, mesh: DeviceMesh
 
     What lives between calls comes as parts already: it is bound once.
     """
+    outputs: list[tuple[int, Callable[[torch.Tensor], Any]]]
     outputs = [(n, layout.around) for n, layout in enumerate(spec.layouts) if layout is not None]
     if mesh is not None:  # nothing is sharded without one
         cut = ((n, one.shard) for n, one in enumerate(program.outputs) if one.shard is not None)
-        outputs += [(n, partial(as_dtensor, spec=shard, mesh=mesh)) for n, shard in cut]
+        outputs += [(n, dtensor_maker(shard, mesh)) for n, shard in cut]
     take: Callable[[Any], torch.Tensor]
     if spec.sees_parts:  # whatever their placements are
         take, inputs = local_tensor, [n for n, one in enumerate(spec.inputs) if isinstance(one, EntryGradSource)]
