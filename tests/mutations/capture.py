@@ -25,6 +25,22 @@ CAPTURE_MUTATIONS = (
         tests=(SETTINGS,),
     ),
     Mutation(
+        name="globals_there_by_now",
+        what="a global that a step assigns first of all is watched, too",
+        file="capture/python/code_names.py",
+        old="    return {name for name in found if name in held or not hasattr(builtins, name)}",
+        new="    return {name for name in found if name in held}",
+        tests=("tests/unit/capture/effects/test_python_writes.py",),
+    ),
+    Mutation(
+        name="variables_assigned_by_now",
+        what="a variable of an enclosing function that a step assigns first of all is watched, too",
+        file="capture/reach/reachability.py",
+        old='        self._watch(view, "closure", (key,))',
+        new='        self._watch(view, "closure", (key,)) if key in view else None',
+        tests=("tests/unit/capture/effects/test_python_writes.py",),
+    ),
+    Mutation(
         name="torch_never_counts",
         what="plain values of objects of torch's own classes are watched",
         file="capture/reach/watched_names.py",

@@ -59,9 +59,7 @@ class CachedWalk:
         if self._kept is not None and self._kept.holds(args, kwargs):
             self._misses = 0
             return self._kept.reached
-        if (
-            self._kept is not None
-        ):  # what does not hold keeps alive what the user has dropped, so it is tried less often
+        if self._kept is not None:  # it keeps alive what the user has dropped: where it does not hold, do so less often
             self._misses += 1
             self._pause = min(2**self._misses, _LONGEST_PAUSE)
         self.walks += 1

@@ -132,6 +132,23 @@ def test_what_leads_elsewhere_is_walked_again(training: Training, number: int) -
     assert {id(slot.tensor) for slot in second.state.params} != {id(slot.tensor) for slot in first.state.params}
 
 
+LATER: nn.Module  # not there yet
+
+
+def test_variables_that_come_later_are_walked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    head: nn.Module
+
+    def step(way: int) -> Any:
+        return LATER if way == 1 else head if way == 2 else None
+
+    walk = CachedWalk(step)
+    assert walk.reached((0,), {}).state.params == []
+    monkeypatch.setitem(globals(), "LATER", nn.Linear(2, 2))
+    assert len(walk.reached((0,), {}).state.params) == 2
+    head = nn.Linear(2, 2)
+    assert len(walk.reached((0,), {}).state.params) == 4
+
+
 def test_other_arguments_are_walked_again(training: Training) -> None:
     walk = CachedWalk(training.step)
     one, two = nn.Linear(2, 2), nn.Linear(2, 2)

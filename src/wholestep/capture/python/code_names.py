@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import dis
 import functools
 import inspect
@@ -45,11 +46,11 @@ def _texts(code: types.CodeType) -> Iterator[str]:
 
 
 def globals_of(function: types.FunctionType) -> set[str]:
-    """Globals of a function, there by now, that its code reads, writes or deletes by name. (An attribute that is called
-    as some global is none.)"""
+    """Globals of a function that its code reads, writes or deletes by name, those included that are not there yet.
+    (An attribute that is called as some global is none, nor is what is built in and no global hides.)"""
     held = function.__globals__
-    named = [code for code in codes(function.__code__) if not held.keys().isdisjoint(code.co_names)]
-    return {name for code in named for name in _globals_in(code) if name in held}
+    found = {name for code in codes(function.__code__) for name in _globals_in(code)}
+    return {name for name in found if name in held or not hasattr(builtins, name)}
 
 
 @functools.lru_cache(maxsize=4096)

@@ -20,20 +20,28 @@ _NOTHING = object()
 
 
 class CellView(dict[str, Any]):
-    """A closure cell as a dict with one key."""
+    """A closure cell as a dict with one key, or with none where its variable is not assigned."""
 
     def __init__(self, cell: types.CellType, key: str) -> None:
         super().__init__()
         self.cell, self.key = cell, key
 
     def __contains__(self, key: object) -> bool:
+        try:
+            _ = self.cell.cell_contents
+        except ValueError:
+            return False
         return key == self.key
 
     def __getitem__(self, key: str) -> Any:
         return self.cell.cell_contents
 
+    def __delitem__(self, key: str) -> None:
+        del self.cell.cell_contents
+
     def update(self, held: Any) -> None:  # type: ignore[override]
-        self.cell.cell_contents = held[self.key]
+        for item in held.values():
+            self.cell.cell_contents = item
 
 
 class ClassView(dict[str, Any]):

@@ -266,7 +266,7 @@ class Walker:
         if used:
             self._watch(function.__globals__, f"globals of {function.__module__}", used)
         for key in used:
-            self.visit(key, function.__globals__[key], depth + 1)
+            self.visit(key, function.__globals__.get(key), depth + 1)
         for key in (key for code in code_names.codes(function.__code__) for key in code_names.imported(code)):
             self.visit(key, sys.modules.get(key), depth + 1)
         for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -324,12 +324,10 @@ class Walker:
             self.visit(name, hook, depth + 1)
 
     def _cell(self, key: str, cell: types.CellType, depth: int) -> None:
-        try:
-            content = cell.cell_contents
-        except ValueError:  # the variable is not assigned yet
-            return
-        self._watch(CellView(cell, key), "closure", (key,))
-        self.visit(key, content, depth + 1)
+        view = CellView(cell, key)
+        self._watch(view, "closure", (key,))
+        if key in view:
+            self.visit(key, view[key], depth + 1)
 
     def _attributes(self, name: str, thing: Any) -> None:
         for key, held in held_by(thing, self._watched.of(thing)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -43,7 +43,7 @@ class Writes:
         schedule = {name: value for name, value in vars(self.scheduler).items() if name != "optimizer"}
         return everything(
             model=self.model, opt=self.opt, attributes=attributes, slot=self.slots.last, schedule=repr(schedule),
-            seen=sorted(self.seen), array=self.array.tolist(), queue=list(self.queue), of_file=LAST, of_class=Kept.last,
+            seen=sorted(self.seen), array=self.array.tolist(), queue=list(self.queue), **held_outside(),
             flags=repr({key: one for key, one in vars(self.model).items() if not key.startswith("_")}),
         )  # fmt: skip
 
@@ -65,6 +65,47 @@ LAST: Any = None
 def writes_a_global(self: Any, data: Any, loss: Tensor) -> None:
     global LAST
     LAST = loss  # <- here
+
+
+def writes_a_global_that_is_new(self: Any, data: Any, loss: Tensor) -> None:
+    global NEWEST
+    NEWEST = loss  # <- here
+
+
+def _with_a_new_variable() -> Callable[[Any, Any, Tensor], None]:
+    newest: Any  # not assigned yet
+
+    def writes_a_variable_that_is_new(self: Any, data: Any, loss: Tensor) -> None:
+        nonlocal newest
+        newest = loss  # <- here
+
+    return writes_a_variable_that_is_new
+
+
+writes_a_variable_that_is_new = _with_a_new_variable()
+(NEW_VARIABLE,) = writes_a_variable_that_is_new.__closure__ or ()
+
+
+def held_outside() -> dict[str, Any]:
+    """What the steps write outside of a training."""
+    try:
+        variable = NEW_VARIABLE.cell_contents
+    except ValueError:
+        variable = "nothing"
+    return {"of_file": LAST, "of_class": Kept.last, "new": globals().get("NEWEST", "nothing"), "variable": variable}
+
+
+@pytest.fixture(autouse=True)
+def nothing_held_outside() -> Iterator[None]:
+    yield
+    forget()
+
+
+def forget() -> None:
+    Kept.last = globals()["LAST"] = None
+    globals().pop("NEWEST", None)
+    if held_outside()["variable"] != "nothing":
+        del NEW_VARIABLE.cell_contents
 
 
 def writes_a_class(self: Any, data: Any, loss: Tensor) -> None:
@@ -195,7 +236,7 @@ def test_a_write_to_python_is_refused_at_its_line_and_undone(write: Any) -> None
 def test_a_write_to_python_happens_at_every_call_of_a_live_step(write: Any, may_go_live: bool) -> None:
     runs: list[list[Record]] = []
     for compile_ in (lambda step: step, partial(ws.compile, backend="eager")):
-        Kept.last = globals()["LAST"] = None
+        forget()
         torch.manual_seed(0)
         trainer = Writes()
         step = compile_(lambda data, trainer=trainer: trainer.run(write, data))
@@ -204,7 +245,6 @@ def test_a_write_to_python_happens_at_every_call_of_a_live_step(write: Any, may_
             data = data_of_a_call(call)
             result, marks = step(data), repr(vars(data["x"]))
             runs[-1].append({**everything(result=result, data=data, marks=marks), **trainer.held()})
-    Kept.last = globals()["LAST"] = None
     for wanted, found in zip(*runs, strict=True):
         for path in [path for path in wanted if path.endswith((":ids", ":owned", ":keys")) and path in found]:
             if path.startswith(("model", "opt")):  # of which there are two
