@@ -73,7 +73,8 @@ def padded_shard(tensor: DTensor) -> torch.Tensor:
 def dtensor_maker(spec: ShardSpec, mesh: DeviceMesh) -> Callable[[torch.Tensor], DTensor]:
     """What makes a DTensor, cut as `spec` says, of a padded part, whose values it shares. All parts have one dtype.
 
-    ``from_local`` takes 0.1 ms and more, and a call may give hundreds: what it finds out is kept from the first one.
+    ``from_local`` takes 0.3 ms (torch 2.11) to 0.8 (2.13) on a CPU, and a call may give hundreds: what it finds out is
+    kept from the first one.
     """
     names = mesh.mesh_dim_names or (UNNAMED_AXIS,)
     axis = names.index(spec.axis)

@@ -58,17 +58,27 @@ def test_a_torch_that_makes_them_otherwise_is_asked_each_time(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = ShardSpec(axis="data", num_ranks=2, dim=0, whole_shape=(6, 4))
-    make = dtensor_maker(spec, mesh)
-    made, new = 0, DTensor.__new__
+    calls, is_inside = 0, False
+    from_local, new = DTensor.from_local, DTensor.__new__
+
+    def counted(*args: Any, **kwargs: Any) -> DTensor:
+        nonlocal calls, is_inside
+        calls, is_inside = calls + 1, True
+        try:
+            return from_local(*args, **kwargs)
+        finally:
+            is_inside = False
 
     def refuses(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal made
-        made += 1
-        if kwargs == {"requires_grad": False} and made == 2:
+        if not is_inside:
             raise TypeError("another signature")
         return new(cls, *args, **kwargs)
 
-    monkeypatch.setattr(DTensor, "__new__", refuses)
-    for _ in range(3):
-        part = torch.randn(spec.shard_shape)
-        assert torch.equal(make(part).to_local(), part)
+    monkeypatch.setattr(DTensor, "from_local", counted)
+    make = dtensor_maker(spec, mesh)
+    parts = [torch.randn(spec.shard_shape) for _ in range(3)]
+    with monkeypatch.context() as patched:
+        patched.setattr(DTensor, "__new__", refuses)
+        made = [make(part) for part in parts]
+    assert calls == 3
+    assert all(torch.equal(one.to_local(), part) for one, part in zip(made, parts, strict=True))
