@@ -16,8 +16,8 @@ import pytest
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
+from tests.harness.caches import empty_cache
 from wholestep.api.compiled_step import CompiledStep
-from wholestep.capture.native import build
 
 pytest_plugins = ["tests.harness.rank_pools"]
 
@@ -31,13 +31,9 @@ def pytest_configure(config: pytest.Config) -> None:
     look is kept."""
     if hasattr(config, "workerinput"):
         return  # a worker inherits those of the process that started it: what one has compiled, all have
-    built = build.folder()
-    built.mkdir(mode=0o700, parents=True, exist_ok=True)
     cache = tempfile.TemporaryDirectory(prefix="wholestep-tests-")
     config.add_cleanup(cache.cleanup)
-    (Path(cache.name) / "wholestep").mkdir()
-    (Path(cache.name) / "wholestep" / "native").symlink_to(built)
-    os.environ["XDG_CACHE_HOME"] = cache.name  # ranks inherit it
+    os.environ["XDG_CACHE_HOME"] = str(empty_cache(Path(cache.name) / "cache"))  # ranks inherit it
     os.environ["WHOLESTEP_CACHE"] = "0"  # a test that captures shall capture
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache.name) / "inductor")
 

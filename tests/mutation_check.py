@@ -33,7 +33,7 @@ TIMEOUT_S = 240
 TESTS_FAILED = 1
 """pytest's exit status when tests ran and some failed; others mean that nothing was tested."""
 
-RANKS = "tests/ranks/test_behaviour_ddp.py::test_equals_eager_ddp"
+RANKS = "tests/ranks/test_behaviour.py::test_equals_eager_ddp"
 OPTIM = "tests/behaviour/test_optim.py::test_equals_eager"
 CLASSES = (
     "tests/unit/capture/python/test_class_attributes.py::test_a_change_is_one_retrace_and_none_when_it_is_set_back"
@@ -150,7 +150,7 @@ MUTATIONS = (
         file="place/strategies.py",
         old="        if name in self.config.ignore:\n            return grad\n",
         new="        return grad\n",
-        tests=(f"{RANKS}[sgd_single]", f"{RANKS}[sgd_momentum_foreach]"),
+        tests=(f"{RANKS}[clip_norm-ddp]", f"{RANKS}[tied_weights-ddp]"),
     ),
     Mutation(
         name="hyper_parameters_baked",
@@ -225,7 +225,7 @@ MUTATIONS = (
             "        import torch.distributed as dist\n\n"
             "        return 64 if dist.is_initialized() and dist.get_rank() == 1 else 1 << 20\n"
         ),
-        tests=(f"{RANKS}[sgd_single]",),
+        tests=(f"{RANKS}[tied_weights-ddp]",),
         says="RankMismatchError",
     ),
     Mutation(

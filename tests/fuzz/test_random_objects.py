@@ -10,7 +10,7 @@ import torch
 import wholestep as ws
 from tests.fuzz.random_objects import RandomObjects
 
-SEEDS = 120
+SEEDS = 60
 PER_TEST = 30
 FAULTS = (10227, 10346)
 """Of 1,500 seeds these showed a fault that had no test of its own."""

@@ -20,7 +20,9 @@ import pytest  # noqa: F401
 import tests.behaviour.cases  # noqa: F401  what most ranks run
 import wholestep.lower.inductor.compile_fx
 import wholestep.lower.inductor.segment_compiler  # noqa: F401
+from wholestep.capture.native import build
 
+build.module()
 gc.freeze()  # what all ranks share is not looked through, and so not copied, in each of them
 
 

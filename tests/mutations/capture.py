@@ -41,11 +41,11 @@ CAPTURE_MUTATIONS = (
         tests=("tests/unit/capture/effects/test_python_writes.py",),
     ),
     Mutation(
-        name="torch_never_counts",
-        what="plain values of objects of torch's own classes are watched",
+        name="objects_of_torch_stand_still",
+        what="nothing is looked at of what objects of torch's and numpy's own classes hold",
         file="capture/reach/watched_names.py",
-        old="    return values, tuple((key, item) for key, item in things if not isinstance(item, torch.Tensor))",
-        new="    return (), ()",
+        old="    return {key: item for key, item in (held or {}).items() if item is not None}",
+        new="    return {}",
         tests=("tests/unit/capture/reach/test_reachability_libraries.py",),
     ),
     Mutation(

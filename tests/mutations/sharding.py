@@ -217,7 +217,7 @@ SHARDING_MUTATIONS = (
         file="runtime/sharding/shard_values.py",
         old="    for number, whole in outputs:",
         new="    for number, whole in ():",
-        tests=("tests/ranks/sharding/test_behaviour.py::test_equals_eager_ddp[gradients_never_zeroed-fsdp_keep]",),
+        tests=("tests/ranks/test_behaviour.py::test_equals_eager_ddp[gradients_never_zeroed-fsdp_keep]",),
     ),
     Mutation(
         name="sums_taken_for_whole_gradients",

@@ -21,11 +21,14 @@ def complaints(name: str) -> list[str]:
         return [f"{type(error).__name__}: {error}"]
 
 
-WITH_DROPOUT = ("ast", "deberta", "opt", "wav2vec2", "whisper")
-"""With dropout alone, which takes long enough."""
+def chosen() -> list[str]:
+    """Of each architecture what draws numbers, as training does; the rest of `tests/behaviour/test_transformers.py`
+    says more of one process than of two."""
+    names = [*registry.cases]
+    return [name for name in names if not {f"{name}_dropout", f"{name}_draws"} & {*names} and name != "bart_draws"]
 
 
-@pytest.mark.parametrize("name", [name for name in registry.cases if name not in (*WITH_DROPOUT, "bart_draws")])
+@pytest.mark.parametrize("name", chosen())
 def test_equals_eager_ddp(pool2: Any, name: str) -> None:
     found = pool2.run(complaints, name)
     told = [f"rank {rank}: {one}" for rank, ones in enumerate(found) for one in ones]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.caches import empty_cache
 from wholestep.api.cache import artifact
 
 
@@ -13,5 +14,5 @@ from wholestep.api.cache import artifact
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of the test's own, switched on."""
     monkeypatch.setenv("WHOLESTEP_CACHE", "1")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(empty_cache(tmp_path / "cache")))
     return artifact.folder()

@@ -72,11 +72,7 @@ def equal(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize(("backend", "dynamic"), [("inductor", None), ("eager", True)])
 def test_no_size_is_traced_again(backend: Any, dynamic: bool | None) -> None:
     first, second = (ws.compile(train, backend=backend, fullgraph=True, dynamic=dynamic) for _ in range(2))
     cold, warm = losses(first), losses(second)

@@ -49,7 +49,7 @@ from wholestep.capture.reach import grad_scaler, library_globals, module_hooks, 
 from wholestep.capture.reach.arguments import holders
 from wholestep.capture.reach.reachable import Reachable
 from wholestep.capture.reach.unwrap_compiled import is_compiled
-from wholestep.capture.reach.watched_names import HiddenThings, WatchedNames, behind_proxy, values_of_torch
+from wholestep.capture.reach.watched_names import HiddenThings, WatchedNames, behind_proxy, held_by_library
 from wholestep.capture.scalars import hyperparameters
 from wholestep.capture.wrappers import ddp, fully_shard_settings
 from wholestep.util.gradient_node import is_leaf
@@ -300,10 +300,10 @@ class Walker:
     def _plain_object(self, name: str, thing: Any, depth: int) -> None:
         """An object, a class instance or a file of Python, whose attributes `finish` walks."""
         if (owner := owner_of_class(type(thing))) in LOOKED_THROUGH:
-            values, things = values_of_torch(thing) if owner is Owner.TORCH else ((), ())
+            values = held_by_library(thing) if owner is not Owner.OURS else {}
             if values:
-                self._watch(own_dict(thing), name, values)
-            for key, item in things:
+                self._watch(own_dict(thing), name, (*values,))
+            for key, item in values.items():
                 self.visit(f"{name}.{key}", item, depth + 1)
             return
         self._objects.append((name, thing))

@@ -7,14 +7,11 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from wholestep.capture.python import code_names
 from wholestep.capture.python.attribute_access import HiddenThing, is_observable
 from wholestep.capture.python.class_attributes import CALLED_BY_TORCH
 from wholestep.capture.python.code_owner import Owner, owner_of_class
 from wholestep.capture.python.container_views import own_dict
-from wholestep.capture.python.snapshot import SCALARS
 from wholestep.capture.wrappers import fully_shard_hooks
 
 
@@ -83,18 +80,14 @@ class HiddenThings:
             self._attribute = None
 
 
-def values_of_torch(thing: Any) -> tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]:
-    """Of an object of a class of torch: the names of its plain values, and other objects of torch that it holds.
+def held_by_library(thing: Any) -> dict[str, Any]:
+    """What an object of a class of torch or numpy holds, by name: none in the user's code leads to what theirs reads.
 
-    No name in the user's code leads to what torch's code counts. What is None may be a cache that torch fills later.
-    Nothing of a state of ``fully_shard``: what matters of it is watched (`fully_shard_settings`), and the rest is what
-    the last eager call has left.
+    What is None may be a cache that torch fills later. Nothing of a state of ``fully_shard``: what matters of it is
+    watched (`fully_shard_settings`), and the rest is what the last eager call has left.
     """
     held = own_dict(thing) if fully_shard_hooks.state_text(thing) is None else None
-    held = held or {}
-    values = tuple(key for key, item in held.items() if isinstance(item, SCALARS) and item is not None)
-    things = tuple((key, item) for key, item in held.items() if owner_of_class(type(item)) is Owner.TORCH)
-    return values, tuple((key, item) for key, item in things if not isinstance(item, torch.Tensor))
+    return {key: item for key, item in (held or {}).items() if item is not None}
 
 
 def behind_proxy(thing: Any) -> Any:

@@ -103,6 +103,8 @@ class _Watch:
         compared()
         self.state = LibraryState(reachable)
         self.locks = TakenLocks()
+        self._kinds: dict[int, tuple[types.CodeType, int]] = {}
+        """By id of a code, which is kept: to hash one takes as long as to look at it."""
 
     def entered(self, frame: types.FrameType) -> None:
         """A function of a library is about to run."""
@@ -133,11 +135,16 @@ class _Watch:
 
     def profile(self, frame: types.FrameType, event: str, function: Any) -> None:
         """The same without the native part."""
-        if event == "c_call" and code_kind(frame.f_code) & _ASKED:
+        if event == "c_call" and self._kind(frame.f_code) & _ASKED:
             self.allowed(frame, function)
-        caller = frame.f_back if event == "call" and code_kind(frame.f_code) & _TOLD else None
-        if caller is not None and code_kind(caller.f_code) & _ASKED:
+        caller = frame.f_back if event == "call" and self._kind(frame.f_code) & _TOLD else None
+        if caller is not None and self._kind(caller.f_code) & _ASKED:
             self.entered(frame)
+
+    def _kind(self, code: types.CodeType) -> int:
+        if id(code) not in self._kinds:
+            self._kinds[id(code)] = (code, code_kind(code))
+        return self._kinds[id(code)][1]
 
 
 def _sentence(function: Any, generator: str) -> str:

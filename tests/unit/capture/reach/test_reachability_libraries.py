@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributions import AffineTransform, Normal, TransformedDistribution
 
 import wholestep as ws
 from tests.harness.training import backward_and_step
@@ -252,6 +254,45 @@ def test_what_is_set_on_an_object_of_torch_is_not_stale(averager: PeriodicModelA
     for period in (2, 3, 5):
         averager.period = period
         assert compiled(torch.ones(2)).tolist() == [period, period]
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        lambda d: setattr(d.base_dist, "loc", torch.ones(2)),
+        lambda d: setattr(d, "base_dist", Normal(torch.ones(2), torch.ones(2))),
+        lambda d: d.transforms.__setitem__(0, AffineTransform(1.0, 3.0)),
+        lambda d: setattr(d.transforms[0], "loc", 5.0),
+        lambda d: setattr(d.transforms[0], "scale", torch.tensor(5.0)),
+    ],
+    ids=["tensor", "object", "item_of_a_list", "number", "number_by_a_tensor"],
+)
+def test_what_is_exchanged_inside_an_object_of_torch_is_not_stale(exchange: Callable[[Any], None]) -> None:
+    """The user's code names nothing of what torch's own code reads."""
+    drawn_from = TransformedDistribution(Normal(torch.zeros(2), torch.ones(2)), [AffineTransform(0.0, 2.0)])
+
+    def step(x: Tensor) -> Tensor:
+        return drawn_from.log_prob(x).sum()
+
+    compiled = ws.compile(step, backend="eager")
+    for change in (lambda _: None, exchange, lambda _: None):
+        change(drawn_from)
+        assert compiled(torch.ones(2)).item() == step(torch.ones(2)).item()
+    assert compiled.cache_info().traces == 2, "and captured again once"
+
+
+def test_what_is_exchanged_inside_an_object_of_numpy_is_not_stale() -> None:
+    curve, bent = np.poly1d([1.0, 2.0]), np.vectorize(lambda value: 2 * value)
+
+    def step(x: Tensor) -> Tensor:
+        return x * float(curve(2.0)) + float(bent(2.0))
+
+    compiled = ws.compile(step, backend="eager")
+    assert compiled(torch.ones(())) == 8
+    curve[0] = 5.0
+    assert compiled(torch.ones(())) == 11
+    bent.pyfunc = lambda value: 3 * value
+    assert compiled(torch.ones(())) == 13
 
 
 def test_two_classes_of_optimizers_in_one_file_train_the_same() -> None:

@@ -48,17 +48,24 @@ def outcomes(found: Verification) -> list[Outcome]:
     return [check.outcome for check in found.checks]
 
 
-@pytest.mark.parametrize("width", [8, 7])
-@pytest.mark.parametrize("ranks", [2, 3, 4, (2, 2)])
+@pytest.mark.parametrize(("ranks", "width"), [(2, 8), (2, 7), (3, 7), (4, 7), ((2, 2), 7)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ranks_with_parts_take_the_eager_step(strategy: str, ranks: Ranks, width: int) -> None:
     found = verified(STRATEGIES[strategy], width=width, ranks=ranks)
     assert outcomes(found) == PASSED, str(found)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw_single", "adamw_fused"])
-@pytest.mark.parametrize("step", [train, accumulate, keep_gradients])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+OPTIMIZERS, STEPS = ("sgd", "adamw_single", "adamw_fused"), (train, accumulate, keep_gradients)
+PAIRS = [
+    (strategy, step, OPTIMIZERS[(i + j + more) % len(OPTIMIZERS)])
+    for i, strategy in enumerate(STRATEGIES)
+    for j, step in enumerate(STEPS)
+    for more in (0, 1)
+]
+"""Each two of them meet."""
+
+
+@pytest.mark.parametrize(("strategy", "step", "optimizer"), PAIRS)
 def test_optimizers_and_accumulation(strategy: str, step: Callable[..., Any], optimizer: str) -> None:
     found = verified(STRATEGIES[strategy], width=7, optimizer=optimizer, step=step, ranks=3)
     assert outcomes(found) == PASSED, str(found)
@@ -72,8 +79,7 @@ def test_gradients_that_a_step_leaves_to_its_user(strategy: str, ranks: Ranks) -
     assert outcomes(found)[:3] == PASSED[:3], str(found)
 
 
-@pytest.mark.parametrize(("ranks", "width"), [(2, 8), (3, 7), ((2, 2), 7)])
-@pytest.mark.parametrize("model", ["gpt", "tied"])
+@pytest.mark.parametrize(("model", "ranks", "width"), [("gpt", (2, 2), 7), ("tied", 3, 7), ("tied", 2, 8)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_models(strategy: str, model: str, ranks: Ranks, width: int) -> None:
     found = verified(STRATEGIES[strategy], model, width, ranks=ranks)

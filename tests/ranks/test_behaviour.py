@@ -13,23 +13,46 @@ from tests.behaviour.cases import OPTIM_CASES, STEP_CASES
 from tests.behaviour.harness import Compiled, EagerDDP, check
 from tests.behaviour.small_models import class_batches, loss_of, mlp
 from tests.harness.training import backward_and_step
+from wholestep.config import Strategy
 
 CASES = {**STEP_CASES, **OPTIM_CASES}
+STRATEGIES: dict[str, Strategy] = {
+    "ddp": ws.DDP(),
+    "fsdp_keep": ws.FSDP(reshard_after_forward=False),
+    "fsdp_again": ws.FSDP(reshard_after_forward=True),
+    "zero1": ws.ZeRO(),
+    "zero2": ws.ZeRO(stage=2),
+}
+IN_TURN = ("ddp", "fsdp_keep", "ddp", "fsdp_again", "ddp", "zero1", "ddp", "zero2")
+UNDER_ALL = ("gradients_never_zeroed", "zero_grad_to_zeros_at_start", "clip_norm", "batch_norm", "tied_weights")
+"""Cases that go another way under each strategy."""
+REPLICATED = ("gradient_edited_by_hand",)
+"""Cases in which each rank adds random numbers of its own to reduced gradients: under DistributedDataParallel the
+parameters drift apart, and sharded ones cannot."""
 
 pytestmark = pytest.mark.ranks
 
 
-def complaints(name: str) -> list[str]:
+def chosen() -> list[tuple[str, str]]:
+    """Each case under one strategy, and some under all of them."""
+    found = []
+    for place, name in enumerate(name for name, case in CASES.items() if case.ranks):
+        in_turn = ("ddp",) if name in REPLICATED else (IN_TURN[place % len(IN_TURN)],)
+        found += [(name, strategy) for strategy in (STRATEGIES if name in UNDER_ALL else in_turn)]
+    return found
+
+
+def complaints(name: str, strategy: str) -> list[str]:
     """Runs on every rank. An error of wholestep is told in words, so that the ranks stay usable."""
     try:
-        return check(CASES[name], EagerDDP())
+        return check(CASES[name], EagerDDP(), STRATEGIES[strategy])
     except ws.WholestepError as error:
         return [f"{type(error).__name__}: {error}"]
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.ranks])
-def test_equals_eager_ddp(pool2: Any, name: str) -> None:
-    found = pool2.run(complaints, name)
+@pytest.mark.parametrize(("name", "strategy"), chosen())
+def test_equals_eager_ddp(pool2: Any, name: str, strategy: str) -> None:
+    found = pool2.run(complaints, name, strategy)
     told = [f"rank {rank}: {one}" for rank, ones in enumerate(found) for one in ones]
     assert not told, "\n".join(told)
 
