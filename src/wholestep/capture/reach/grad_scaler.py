@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-WATCHED = (
-    "_enabled", "_device", "_scale", "_growth_tracker", "_growth_factor", "_backoff_factor", "_growth_interval",
-)  # fmt: skip
-"""Attributes that a trace depends on."""
+NOTES = frozenset({"_per_optimizer_states"})
+"""Attributes in which a scaler keeps what it notes."""
 
 
 def tensors(scaler: GradScaler) -> list[tuple[str, Tensor]]:

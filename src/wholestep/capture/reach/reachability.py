@@ -36,7 +36,6 @@ from wholestep.capture.python import code_names, tree_util
 from wholestep.capture.python.attribute_access import WatchedObject
 from wholestep.capture.python.class_attributes import ClassAttributes
 from wholestep.capture.python.code_owner import (
-    LOOKED_THROUGH,
     Owner,
     is_library_class,
     is_user_code,
@@ -49,9 +48,9 @@ from wholestep.capture.reach import grad_scaler, library_globals, module_hooks, 
 from wholestep.capture.reach.arguments import holders
 from wholestep.capture.reach.reachable import Reachable
 from wholestep.capture.reach.unwrap_compiled import is_compiled
-from wholestep.capture.reach.watched_names import HiddenThings, WatchedNames, behind_proxy, held_by_library
+from wholestep.capture.reach.watched_names import HiddenThings, WatchedNames, behind_proxy
 from wholestep.capture.scalars import hyperparameters
-from wholestep.capture.wrappers import ddp, fully_shard_settings
+from wholestep.capture.wrappers import ddp, fully_shard_hooks, fully_shard_settings
 from wholestep.util.gradient_node import is_leaf
 
 log = logging.getLogger("wholestep")
@@ -128,7 +127,7 @@ class Walker:
                 self._attributes(name, thing)
         for name, thing in self._objects:
             names, own = self._watched.of(thing), [*slots(type(thing))]
-            self.reachable.objects[id(thing)] = WatchedObject(thing, names)
+            self.reachable.objects[id(thing)] = WatchedObject(thing, self._watched.known(thing))
             if (held := own_dict(thing)) is not None:  # an empty one, too: it may come to hide one of the class
                 self._watch(held, name, None if names is None else tuple(sorted(names)))
             if own := [key for key in own if names is None or key in names]:
@@ -138,16 +137,7 @@ class Walker:
                 self._watch(vars(library), name, tuple(named))
         for name, view in self._classes.views(self._names):
             self._watch(view, name, None)
-        self._finish_schedulers()
         return self.reachable
-
-    def _finish_schedulers(self) -> None:
-        # The training loop moves a scheduler between calls; only code that reads it makes that matter.
-        reads = {"get_last_lr", "get_lr", "_last_lr", "last_epoch", "_step_count"} & self._names
-        for name, scheduler in self.reachable.schedulers:
-            self._watch(vars(scheduler), name, None, guard=False)
-            if reads:
-                self._watch(vars(scheduler), name, ("last_epoch", "_step_count", "_last_lr"))
 
     def _watch(
         self, container: Any, path: str, keys: tuple[Any, ...] | None, *, guard: bool = True, ordered: bool = False
@@ -220,11 +210,13 @@ class Walker:
         self.visit(name + ".optimizer", scheduler.optimizer, depth + 1)
         for index, inner in enumerate(getattr(scheduler, "_schedulers", ())):  # of those that chain others
             self.visit(f"{name}.{index}", inner, depth + 1)
+        self._plain_object(name, scheduler, depth)
 
     def _scaler(self, name: str, scaler: GradScaler, depth: int) -> None:
         self.reachable.scalers.append((name, scaler))
-        self._watch(vars(scaler), name, grad_scaler.WATCHED)
+        self._watched.leave_out(scaler, grad_scaler.NOTES)
         self.reachable.tensors |= {id(one): (f"{name}.{key}", one) for key, one in grad_scaler.tensors(scaler)}
+        self._plain_object(name, scaler, depth)
 
     def _partial(self, name: str, thing: functools.partial[Any], depth: int) -> None:
         self.visit(name, thing.func, depth + 1)
@@ -299,13 +291,8 @@ class Walker:
 
     def _plain_object(self, name: str, thing: Any, depth: int) -> None:
         """An object, a class instance or a file of Python, whose attributes `finish` walks."""
-        if (owner := owner_of_class(type(thing))) in LOOKED_THROUGH:
-            values = held_by_library(thing) if owner is not Owner.OURS else {}
-            if values:
-                self._watch(own_dict(thing), name, (*values,))
-            for key, item in values.items():
-                self.visit(f"{name}.{key}", item, depth + 1)
-            return
+        if owner_of_class(type(thing)) is Owner.OURS or fully_shard_hooks.state_text(thing) is not None:
+            return  # of `fully_shard` what matters is watched as its settings; the rest the last eager call has left
         self._objects.append((name, thing))
         self._classes.add(type(thing))
 

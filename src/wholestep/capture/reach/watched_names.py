@@ -12,7 +12,9 @@ from wholestep.capture.python.attribute_access import HiddenThing, is_observable
 from wholestep.capture.python.class_attributes import CALLED_BY_TORCH
 from wholestep.capture.python.code_owner import Owner, owner_of_class
 from wholestep.capture.python.container_views import own_dict
-from wholestep.capture.wrappers import fully_shard_hooks
+
+LIBRARIES = (Owner.INSTALLED, Owner.TORCH, Owner.NUMPY)
+"""Whose code nobody has looked through."""
 
 
 class WatchedNames:
@@ -25,13 +27,25 @@ class WatchedNames:
         self._whole = {one for one in observed if isinstance(one, type)}
         self._read = read
         self._library_names: dict[type, frozenset[str]] = {}
+        self._left_out: dict[int, frozenset[str]] = {}
+
+    def leave_out(self, thing: Any, names: frozenset[str]) -> None:
+        """From now on no attribute of an object under these names matters."""
+        self._left_out[id(thing)] = names
 
     def of(self, thing: Any) -> Collection[str] | None:
         """Names of attributes of a plain object that matter; None for all."""
+        names, left_out = self.known(thing), self._left_out.get(id(thing))
+        if left_out is None:
+            return names
+        return ({*(own_dict(thing) or ()), *self.names} if names is None else {*names}) - left_out
+
+    def known(self, thing: Any) -> Collection[str] | None:
+        """The same with those that are left out: a trace may come to them."""
         kind, read = type(thing), self._read.get(id(thing))
         if read is not None and "__dict__" not in read:
             return read
-        if kind in self._whole or owner_of_class(kind) is Owner.INSTALLED:  # whose code nobody has looked through
+        if kind in self._whole or owner_of_class(kind) in LIBRARIES:
             return None
         if kind not in self._library_names:
             self._library_names[kind] = code_names.names_in_library(kind)
@@ -78,16 +92,6 @@ class HiddenThings:
             yield
         finally:
             self._attribute = None
-
-
-def held_by_library(thing: Any) -> dict[str, Any]:
-    """What an object of a class of torch or numpy holds, by name: none in the user's code leads to what theirs reads.
-
-    What is None may be a cache that torch fills later. Nothing of a state of ``fully_shard``: what matters of it is
-    watched (`fully_shard_settings`), and the rest is what the last eager call has left.
-    """
-    held = own_dict(thing) if fully_shard_hooks.state_text(thing) is None else None
-    return {key: item for key, item in (held or {}).items() if item is not None}
 
 
 def behind_proxy(thing: Any) -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
+import wholestep as ws
 from wholestep.api.cache.object_fingerprint import object_fingerprint
 from wholestep.capture.python import code_owner
 from wholestep.capture.python.snapshot import Snapshot, same
@@ -227,14 +228,20 @@ def test_schedulers_lead_to_their_optimizer_and_move_freely_unless_read() -> Non
         return scheduler and x
 
     def reads(x: Tensor) -> Any:
-        return x * scheduler.get_last_lr()[0]
+        return x * scheduler.get_last_lr()[0] * scheduler.gamma * getattr(scheduler, "own", 1.0)
 
-    for step, guard in ((holds, False), (reads, True)):
+    for step, numbers_move in ((holds, False), (reads, True)):
         found = find_reachable(step, (torch.ones(1),), {})
         assert [o for _, o in found.optimizers.values()] == [opt]
-        snapshots = [w for w in found.snapshots if w.container is vars(scheduler)]
-        assert {w.guard for w in snapshots if w.keys is None} == {False}
-        assert [w.keys for w in snapshots if w.guard] == [("last_epoch", "_step_count", "_last_lr")] * guard
+        compiled = ws.compile(step, backend="eager")
+        for gamma in (0.2, 0.5, 0.5):
+            scheduler.gamma = gamma
+            assert compiled(torch.ones(1)) == step(torch.ones(1))
+            opt.step()
+            scheduler.step()
+        assert (compiled.cache_info().traces > 1) is numbers_move
+    scheduler.own = 3.0
+    assert compiled(torch.ones(1)) == reads(torch.ones(1)), "an attribute of the user's"
 
 
 @pytest.mark.parametrize(
