@@ -288,6 +288,7 @@ class _Attempt:
             foreign=len(trace.foreign),
             held_arguments=len(context.read),
             environment=environment,
+            tensor_attributes=context.attributes.asks_tensors,
             attributes=self._attributes,
         )
 

@@ -163,7 +163,7 @@ class _ObjectWriter:
                 if key not in _OPTIMIZER_ATTRIBUTES:
                     yield f"{name}.{key}", self.described(f"{name}.{key}", item)
             for key, item in opt.defaults.items():
-                if not _is_number(item):
+                if not (_is_number(item) and all(key in group for group in opt.param_groups)):
                     yield f"{name}.defaults.{key}", self.described(f"{name}.defaults.{key}", item)
             yield f"the groups of {name}", str([[self._number(p) for p in g["params"]] for g in opt.param_groups])
             for owner, held in opt.state.items():

@@ -87,6 +87,8 @@ class TraceReads:
     """How many tensors of the arguments it has read where objects hold them, so that they are state."""
     environment: Mapping[str, str]
     """Variables of the environment that the trace read."""
+    tensor_attributes: bool
+    """Whether Python has asked tensors for attributes that they do not have."""
     attributes: tuple[str, ...]
     """Attributes of objects that it used and that no code names; classes of objects that it read whole."""
 

@@ -21,6 +21,7 @@ from wholestep.capture.guards.value_guards import (
     VaryingNumberGuard,
     sharing,
 )
+from wholestep.capture.python import code_names
 from wholestep.capture.python.snapshot import Snapshot
 from wholestep.capture.reach.module_hooks import GLOBAL_HOOKS
 from wholestep.capture.reach.step_context import StepContext
@@ -121,7 +122,7 @@ def _number_inputs(context: StepContext) -> tuple[int, ...]:
 
 def _container_guard(spec: BindingSpec, context: StepContext) -> state_guards.ContainerGuard:
     of_tensors = {id(vars(slot.tensor)) for slot in context.state.slots}
-    found, lifter = context.guarded(), context.lifter
+    found, lifter = context.guarded(spec.reads.tensor_attributes), context.lifter
     snapshots = [*found, *lifter.snapshots, *lifter.attributes, *_optimizer_snapshots(spec, context)]
     if spec.reads.environment:
         snapshots.append(environment_snapshot(spec.reads.environment))
@@ -234,6 +235,7 @@ def _optimizer_snapshots(spec: BindingSpec, context: StepContext) -> list[Snapsh
     """Structure of the optimizers: groups, their parameters, and the state tensors the graph is tied to."""
     snapshots: list[Snapshot] = []
     state = context.state
+    is_named = any("state" in code_names.names(code) for code in context.reachable.codes)
 
     def watch(container: Any, path: str, keys: tuple[Any, ...] | None = None) -> None:
         one = Snapshot(container, path, keys)
@@ -244,11 +246,12 @@ def _optimizer_snapshots(spec: BindingSpec, context: StepContext) -> list[Snapsh
         watch(vars(opt), name, ("state", "param_groups"))
         watch(opt.param_groups, f"{name}.param_groups")
         watch(opt.state, f"{name}.state")
+        watch(opt.defaults, f"{name}.defaults")
         watch(opt._optimizer_step_pre_hooks, f"{name}.step_pre_hooks")
         watch(opt._optimizer_step_post_hooks, f"{name}.step_post_hooks")
         for number, group in enumerate(opt.param_groups):
             watch(group["params"], f"{name}.groups.{number}.params")
             for param in group["params"]:
-                if param in opt.state and state.index[id(param)] in spec.reads.stepped:
+                if param in opt.state and (is_named or state.index[id(param)] in spec.reads.stepped):
                     watch(opt.state[param], f"{name}.state of {state.name_of(param)}")
     return snapshots

@@ -11,6 +11,7 @@ trainer, say.
 
 from __future__ import annotations
 
+import sys
 import threading
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -18,7 +19,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from wholestep.capture.python.code_owner import is_writable
+from torch._subclasses.fake_tensor import FakeTensor
+
+from wholestep.capture.python.code_owner import is_writable, library_frame
 from wholestep.capture.python.container_views import is_dunder, own_dict
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -69,16 +72,36 @@ class AttributeAccess:
         """Names, and classes of objects that are looked at whole."""
         self.read: dict[int, set[str]] | None = None
         """By id of an object, what a trace has asked it for; None before there was a trace."""
+        self.asks_tensors = False
+        """Whether the step has asked tensors for attributes that they do not have."""
 
     @contextmanager
     def observed(self) -> Iterator[None]:
         """While open, accesses are noted. Raises AttributesFound at one that might be to more than a plain value."""
         self.read = {key: set() for key, one in self._known.items() if is_observable(type(one.thing))}
         with ExitStack() as stack:
+            stack.enter_context(self._observed_tensors())
             for kind in {type(one.thing) for one in self._known.values()}:
                 if is_observable(kind):
                     stack.enter_context(self._observed_class(kind))
             yield
+
+    @contextmanager
+    def _observed_tensors(self) -> Iterator[None]:
+        """Python calls ``__getattr__`` for what it has not found, and for nothing else."""
+
+        def missing(tensor: FakeTensor, name: str) -> Any:
+            self.asks_tensors |= not library_frame(sys._getframe(1).f_code.co_filename)
+            raise AttributeError(f"{type(tensor).__name__!r} object has no attribute {name!r}", name=name, obj=tensor)
+
+        if "__getattr__" in vars(FakeTensor):  # of another capture around this one
+            yield
+            return
+        type.__setattr__(FakeTensor, "__getattr__", missing)
+        try:
+            yield
+        finally:
+            type.__delattr__(FakeTensor, "__getattr__")
 
     @contextmanager
     def _observed_class(self, kind: type) -> Iterator[None]:

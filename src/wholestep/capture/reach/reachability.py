@@ -30,7 +30,6 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from wholestep.capture.python import code_names, tree_util
 from wholestep.capture.python.attribute_access import WatchedObject
@@ -48,7 +47,7 @@ from wholestep.capture.reach import grad_scaler, library_globals, module_hooks, 
 from wholestep.capture.reach.arguments import holders
 from wholestep.capture.reach.reachable import Reachable
 from wholestep.capture.reach.unwrap_compiled import is_compiled
-from wholestep.capture.reach.watched_names import HiddenThings, WatchedNames, behind_proxy
+from wholestep.capture.reach.watched_names import SCHEDULERS, HiddenThings, WatchedNames, behind_proxy
 from wholestep.capture.scalars import hyperparameters
 from wholestep.capture.wrappers import ddp, fully_shard_hooks, fully_shard_settings
 from wholestep.util.gradient_node import is_leaf
@@ -331,7 +330,7 @@ HANDLERS: tuple[tuple[type | tuple[type, ...], Handler], ...] = (
     (torch.Tensor, Walker._loose_tensor),
     (nn.Module, Walker._module),
     (Optimizer, Walker._optimizer),
-    ((LRScheduler, ReduceLROnPlateau), Walker._scheduler),
+    (SCHEDULERS, Walker._scheduler),
     (GradScaler, Walker._scaler),
     (types.FunctionType, Walker._function),
     (types.MethodType, Walker._method),

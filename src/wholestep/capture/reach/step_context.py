@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -105,9 +106,17 @@ class StepContext:
             self.state.add(InputKind.OPTIMIZER, number.place.path, number.box)
         self.lifter = HyperparameterLifter(self.state.optimizers)
 
-    def guarded(self) -> list[Snapshot]:
-        """What calls are compared by: all that the trace may have read, and of objects what it has."""
-        found, read = [one for one in self.reachable.snapshots if one.guard], self.attributes.read
+    def guarded(self, asks_tensors: bool) -> list[Snapshot]:
+        """What calls are compared by: all that the trace may have read, and of objects what it has.
+
+        `asks_tensors`: whether it has asked tensors for attributes that they do not have, and may have in a later call.
+        """
+        tensors = [slot.tensor for slot in self.state.slots] + [one for _, one in self.reachable.tensors.values()]
+        asked = {id(vars(one)) for one in tensors} if asks_tensors else set()
+        every = self.reachable.snapshots
+        found = [one for one in every if one.guard]
+        found += [replace(one, guard=True) for one in every if not one.guard and id(one.container) in asked]
+        read = self.attributes.read
         if not read:
             return found
         unseen = written_past_classes(self.reachable.codes)

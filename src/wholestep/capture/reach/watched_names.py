@@ -7,12 +7,16 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
 from wholestep.capture.python import code_names
 from wholestep.capture.python.attribute_access import HiddenThing, is_observable
 from wholestep.capture.python.class_attributes import CALLED_BY_TORCH
 from wholestep.capture.python.code_owner import Owner, owner_of_class
 from wholestep.capture.python.container_views import own_dict
 
+SCHEDULERS = (LRScheduler, ReduceLROnPlateau)
+_MOVED_BY_A_SCHEDULE = frozenset({"last_epoch", "_step_count", "_last_lr"})
 LIBRARIES = (Owner.INSTALLED, Owner.TORCH, Owner.NUMPY)
 """Whose code nobody has looked through."""
 
@@ -35,21 +39,31 @@ class WatchedNames:
 
     def of(self, thing: Any) -> Collection[str] | None:
         """Names of attributes of a plain object that matter; None for all."""
+        if isinstance(thing, SCHEDULERS) and id(thing) not in self._read:
+            return self._of_schedule()
         names, left_out = self.known(thing), self._left_out.get(id(thing))
         if left_out is None:
             return names
         return ({*(own_dict(thing) or ()), *self.names} if names is None else {*names}) - left_out
 
     def known(self, thing: Any) -> Collection[str] | None:
-        """The same with those that are left out: a trace may come to them."""
+        """The same with those to which a trace may come without harm."""
         kind, read = type(thing), self._read.get(id(thing))
         if read is not None and "__dict__" not in read:
             return read
-        if kind in self._whole or owner_of_class(kind) in LIBRARIES:
+        if kind in self._whole or owner_of_class(kind) in LIBRARIES or isinstance(thing, SCHEDULERS):
             return None
         if kind not in self._library_names:
             self._library_names[kind] = code_names.names_in_library(kind)
         return self._library_names[kind] | self.names
+
+    def _of_schedule(self) -> Collection[str] | None:
+        """Before a trace. The training loop moves a schedule between calls: a step that was saved does not depend on
+        where it stands, unless it asks."""
+        if {"get_lr", "state_dict"} & self.names:
+            return None
+        asks = {"get_last_lr", *_MOVED_BY_A_SCHEDULE} & self.names
+        return {*self.names, *(_MOVED_BY_A_SCHEDULE if asks else ())}
 
 
 class HiddenThings:
