@@ -235,7 +235,7 @@ def _optimizer_snapshots(spec: BindingSpec, context: StepContext) -> list[Snapsh
     """Structure of the optimizers: groups, their parameters, and the state tensors the graph is tied to."""
     snapshots: list[Snapshot] = []
     state = context.state
-    is_named = any("state" in code_names.names(code) for code in context.reachable.codes)
+    named = {name for code in context.reachable.codes for name in code_names.names(code)}
 
     def watch(container: Any, path: str, keys: tuple[Any, ...] | None = None) -> None:
         one = Snapshot(container, path, keys)
@@ -246,12 +246,13 @@ def _optimizer_snapshots(spec: BindingSpec, context: StepContext) -> list[Snapsh
         watch(vars(opt), name, ("state", "param_groups"))
         watch(opt.param_groups, f"{name}.param_groups")
         watch(opt.state, f"{name}.state")
-        watch(opt.defaults, f"{name}.defaults")
+        if "defaults" in named:  # torch adds to them where it loads a state
+            watch(opt.defaults, f"{name}.defaults")
         watch(opt._optimizer_step_pre_hooks, f"{name}.step_pre_hooks")
         watch(opt._optimizer_step_post_hooks, f"{name}.step_post_hooks")
         for number, group in enumerate(opt.param_groups):
             watch(group["params"], f"{name}.groups.{number}.params")
             for param in group["params"]:
-                if param in opt.state and (is_named or state.index[id(param)] in spec.reads.stepped):
+                if param in opt.state and ("state" in named or state.index[id(param)] in spec.reads.stepped):
                     watch(opt.state[param], f"{name}.state of {state.name_of(param)}")
     return snapshots

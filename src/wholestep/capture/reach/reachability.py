@@ -209,6 +209,7 @@ class Walker:
         self.visit(name + ".optimizer", scheduler.optimizer, depth + 1)
         for index, inner in enumerate(getattr(scheduler, "_schedulers", ())):  # of those that chain others
             self.visit(f"{name}.{index}", inner, depth + 1)
+        self._watch(vars(scheduler), name, None, guard=False)  # for what the step itself moves
         self._plain_object(name, scheduler, depth)
 
     def _scaler(self, name: str, scaler: GradScaler, depth: int) -> None:

@@ -121,7 +121,8 @@ class StepContext:
             return found
         unseen = written_past_classes(self.reachable.codes)
         walked = self._walk({key: names | unseen for key, names in read.items()}).snapshots
-        return [*only_reached(found, walked), *self.reachable.late]
+        compared = [one for one in walked if one.guard or id(one.container) in asked]
+        return [*only_reached(found, compared), *self.reachable.late]
 
     def _held_arguments(self) -> set[int]:
         """By id the tensors among the arguments to which the walk comes as well, by way of attributes alone.
