@@ -49,6 +49,14 @@ CAPTURE_MUTATIONS = (
         tests=("tests/unit/capture/reach/test_set_attributes.py",),
     ),
     Mutation(
+        name="objects_keep_their_class",
+        what="an object may become one of another class",
+        file="capture/reach/reachability.py",
+        old="            self._watch(PartsView(thing), name, OBJECT_PARTS)\n",
+        new="            pass\n",
+        tests=("tests/unit/capture/reach/test_set_attributes.py",),
+    ),
+    Mutation(
         name="tensors_have_no_attributes_later",
         what="a tensor that is asked for what it does not have is not looked at again",
         file="capture/python/attribute_access.py",

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from wholestep.capture.native import build
 from wholestep.capture.native.self_test import PARAMETER, STATE, VERSIONED, WITH_GRADIENT, WITHOUT_GRADIENT
 from wholestep.capture.python import code_names, tree_util
-from wholestep.capture.python.container_views import CellView, ClassView, SlotsView
+from wholestep.capture.python.container_views import OBJECT_PARTS, CellView, ClassView, PartsView, SlotsView
 from wholestep.capture.python.snapshot import Snapshot
 from wholestep.capture.python.tracing_thread import CAPTURING
 from wholestep.ir.dtensor.shards import SLOTS
@@ -86,6 +86,8 @@ def guardable(snapshot: Snapshot) -> tuple[Any, Any] | None:
         return container, tuple(snapshot.held)
     if isinstance(container, SlotsView) and isinstance(container.thing, types.FunctionType):
         return container.thing, tuple(snapshot.held[part] for part in code_names.FUNCTION_PARTS)
+    if isinstance(container, PartsView):
+        return (container.thing,), tuple(snapshot.held[part] for part in OBJECT_PARTS)
     if isinstance(container, ClassView):
         return container.attributes, None
     if snapshot.ordered and isinstance(container, OrderedDict):  # one that only moves an item has no new version

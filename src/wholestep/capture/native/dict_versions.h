@@ -163,4 +163,15 @@ struct FunctionRecord {
   }
 };
 
+// An object, its class and the dict of its attributes or null: both can be exchanged for others.
+struct ObjectRecord {
+  PyObject *object, *type, *dict;
+  long number;
+  bool holds() const {
+    if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != type) return false;
+    PyObject** place = _PyObject_GetDictPtr(object);
+    return (place == nullptr ? nullptr : *place) == dict;
+  }
+};
+
 }  // namespace wholestep

@@ -93,6 +93,20 @@ _FUNCTION_CHANGES: dict[str, Change] = {
 }
 
 
+class _Thing:
+    pass
+
+
+class _OtherThing:
+    pass
+
+
+_OBJECT_CHANGES: dict[str, Change] = {
+    "class": lambda one: setattr(one[0], "__class__", _OtherThing),
+    "dict": lambda one: setattr(one[0], "__dict__", {}),
+}
+
+
 class _Owner:
     def __init__(self) -> None:
         self.a = self.b = 1
@@ -125,6 +139,9 @@ def fault(module: ModuleType) -> str:
     for name, change in _FUNCTION_CHANGES.items():
         if not _seen(module, change, container=FunctionType((lambda: None).__code__, {})):
             return f"function: {name}"
+    for name, change in _OBJECT_CHANGES.items():
+        if not _seen(module, change, container=(_Thing(),)):
+            return f"object: {name}"
     for name, change in _TENSOR_CHANGES.items():
         if not _seen(module, change, tensor=torch.zeros(2, 3)):
             return f"tensor: {name}"
@@ -162,6 +179,8 @@ def _held(container: Any) -> Any:
     """What a guard is told that a container held."""
     if isinstance(container, FunctionType):
         return tuple(getattr(container, part) for part in FUNCTION_PARTS)
+    if isinstance(container, tuple):
+        return type(container[0]), vars(container[0])
     return tuple(container) if isinstance(container, list) else getattr(container, "cell_contents", None)
 
 

@@ -175,6 +175,7 @@ class StateGuard {
   std::vector<ListRecord> lists_;
   std::vector<CellRecord> cells_;
   std::vector<FunctionRecord> functions_;
+  std::vector<ObjectRecord> objects_;
   Modes modes_;
   std::vector<long> changed_;
   bool modes_changed_ = false, tensors_changed_ = false, taken_ = false;
@@ -281,8 +282,12 @@ class StateGuard {
         for (int i = 0; i < 3; ++i)
           if (PyTuple_GET_ITEM(one, i) != Py_None) record.held[i] = PyTuple_GET_ITEM(one, i);
         functions_.push_back(record);
+      } else if (PyTuple_Check(container) && PyTuple_GET_SIZE(container) == 1 && PyTuple_Check(one)) {
+        PyObject* dict = PyTuple_GET_ITEM(one, 1);
+        objects_.push_back(
+            {PyTuple_GET_ITEM(container, 0), PyTuple_GET_ITEM(one, 0), dict == Py_None ? nullptr : dict, number});
       } else {
-        throw std::invalid_argument("neither dict nor list nor cell nor function");
+        throw std::invalid_argument("neither dict nor list nor cell nor function nor a tuple of one object");
       }
     }
     std::sort(dicts.begin(), dicts.end());  // neighbours in memory one after another
@@ -307,6 +312,8 @@ class StateGuard {
     for (const auto& [cell, held, number] : cells_)
       if (PyCell_GET(cell) != held) changed_.push_back(number);
     for (const auto& one : functions_)
+      if (!one.holds()) changed_.push_back(one.number);
+    for (const auto& one : objects_)
       if (!one.holds()) changed_.push_back(one.number);
   }
 

@@ -104,6 +104,19 @@ class SlotsView(dict[str, Any]):
                 setattr(self.thing, key, item)
 
 
+OBJECT_PARTS = ("__class__", "__dict__")
+
+
+class PartsView(SlotsView):
+    """What an object is made of, and can be given another of: its class, and the dict of its attributes."""
+
+    def __contains__(self, key: object) -> bool:
+        return key in OBJECT_PARTS
+
+    def __getitem__(self, key: str) -> Any:  # its class may answer otherwise
+        return type(self.thing) if key == "__class__" else own_dict(self.thing)
+
+
 class ContentView(dict[Any, Any]):
     """What a set, a deque, a buffer, a context variable or a view of a dict holds, by place or key; see `content`."""
 

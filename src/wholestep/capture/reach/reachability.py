@@ -39,9 +39,20 @@ from wholestep.capture.python.code_owner import (
     is_library_class,
     is_user_code,
     is_user_file,
+    is_writable,
     owner_of_class,
 )
-from wholestep.capture.python.container_views import BUFFERS, CellView, ContentView, SlotsView, held_by, own_dict, slots
+from wholestep.capture.python.container_views import (
+    BUFFERS,
+    OBJECT_PARTS,
+    CellView,
+    ContentView,
+    PartsView,
+    SlotsView,
+    held_by,
+    own_dict,
+    slots,
+)
 from wholestep.capture.python.snapshot import SCALARS, Snapshot
 from wholestep.capture.reach import grad_scaler, library_globals, module_hooks, rng_and_iterators
 from wholestep.capture.reach.arguments import holders
@@ -126,6 +137,7 @@ class Walker:
                 self._attributes(name, thing)
         for name, thing in self._objects:
             names, own = self._watched.of(thing), [*slots(type(thing))]
+            self._watch_parts(name, thing)
             self.reachable.objects[id(thing)] = WatchedObject(thing, self._watched.known(thing))
             if (held := own_dict(thing)) is not None:  # an empty one, too: it may come to hide one of the class
                 self._watch(held, name, None if names is None else tuple(sorted(names)))
@@ -137,6 +149,10 @@ class Walker:
         for name, view in self._classes.views(self._names):
             self._watch(view, name, None)
         return self.reachable
+
+    def _watch_parts(self, name: str, thing: Any) -> None:
+        if is_writable(type(thing)):
+            self._watch(PartsView(thing), name, OBJECT_PARTS)
 
     def _watch(
         self, container: Any, path: str, keys: tuple[Any, ...] | None, *, guard: bool = True, ordered: bool = False
@@ -180,6 +196,7 @@ class Walker:
                 self._settings(path, child)
                 continue
             self._watch(child.__dict__, path, None)
+            self._watch_parts(path, child)
             for key, param in child._parameters.items():
                 if param is not None:
                     self._tensor(f"{path}.{key}", param, depth)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import wholestep as ws
+from wholestep.capture.native import build
 
 DATA = TensorDataset(torch.ones(3))
 Change = Callable[[Any], object]
@@ -30,6 +31,24 @@ class OfTheUserAndTorch(torch.Tensor):
 
 
 def function() -> None: ...
+
+
+class Doubles(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+class Triples(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * x
+
+
+class Two:
+    value = 2.0
+
+
+class Three:
+    value = 3.0
 
 
 THINGS: dict[str, Callable[[], Any]] = {
@@ -111,3 +130,21 @@ def test_what_a_schedule_was_made_with() -> None:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer(), 5)
     changes: list[Change] = [lambda one: setattr(one, "gamma", 0.7), lambda one: one.base_lrs.__setitem__(0, 0.3)]
     assert_never_stale(schedule, lambda one: one.gamma * one.base_lrs[0], changes)
+
+
+@pytest.mark.parametrize("native", ["1", "0"])
+@pytest.mark.parametrize(
+    ("make", "read", "change"),
+    [
+        (Two, lambda one: one.value, lambda one: setattr(one, "__class__", Three)),
+        (Two, lambda one: one.value, lambda one: setattr(one, "__dict__", {"value": 4.0})),
+        (Doubles, lambda net: net(torch.ones(())), lambda net: setattr(net, "__class__", Triples)),
+    ],
+    ids=["class", "dict", "class of a module"],
+)
+def test_an_object_that_becomes_another(
+    make: Any, read: Any, change: Change, native: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if native == "0":
+        monkeypatch.setattr(build, "module", lambda: None)
+    assert_never_stale(make(), read, [change])
