@@ -90,18 +90,22 @@ class AttributeAccess:
     def _observed_tensors(self) -> Iterator[None]:
         """Python calls ``__getattr__`` for what it has not found, and for nothing else."""
 
+        own: Any = vars(FakeTensor).get("__getattr__", _MISSING)  # that of another capture around this one
+
         def missing(tensor: FakeTensor, name: str) -> Any:
             self.asks_tensors |= not library_frame(sys._getframe(1).f_code.co_filename)
+            if own is not _MISSING:
+                return own(tensor, name)
             raise AttributeError(f"{type(tensor).__name__!r} object has no attribute {name!r}", name=name, obj=tensor)
 
-        if "__getattr__" in vars(FakeTensor):  # of another capture around this one
-            yield
-            return
         type.__setattr__(FakeTensor, "__getattr__", missing)
         try:
             yield
         finally:
-            type.__delattr__(FakeTensor, "__getattr__")
+            if own is _MISSING:
+                type.__delattr__(FakeTensor, "__getattr__")
+            else:
+                type.__setattr__(FakeTensor, "__getattr__", own)
 
     @contextmanager
     def _observed_class(self, kind: type) -> Iterator[None]:
