@@ -108,8 +108,8 @@ CAPTURE_MUTATIONS = (
         name="late_state_not_compared",
         what="state of a library to which a trace has come is not compared by later calls",
         file="capture/reach/step_context.py",
-        old="        return [*only_reached(found, walked), *self.reachable.late]",
-        new="        return [*only_reached(found, walked)]",
+        old="        return [*only_reached(found, compared), *self.reachable.late]",
+        new="        return [*only_reached(found, compared)]",
         tests=(SETTINGS,),
     ),
     Mutation(
