@@ -12,7 +12,13 @@ from tests.behaviour.untouched import untouched
 from tests.harness.training import backward_and_step
 
 
-@pytest.mark.parametrize("name", registry.cases)
+def chosen() -> list[str]:
+    """Of each architecture what draws no numbers; `tests/ranks/test_transformers_ddp.py` has those that do."""
+    names = [*registry.cases]
+    return [name for name in names if name.rpartition("_")[0] not in names or name.endswith("_draws")]
+
+
+@pytest.mark.parametrize("name", chosen())
 def test_equals_eager(name: str) -> None:
     complaints = check(registry.cases[name], Run())
     assert not complaints, "\n".join(complaints)

@@ -34,9 +34,15 @@ pytestmark = pytest.mark.ranks
 
 
 def chosen() -> list[tuple[str, str]]:
-    """Each case under one strategy, and some under all of them."""
+    """Each optimizer and every second step under one strategy, and some under all of them.
+
+    What the other steps show of Python they show on one process (`tests/behaviour/test_steps.py`).
+    """
+    names = [name for name, case in STEP_CASES.items() if case.ranks][::2]
+    names += [name for name, case in OPTIM_CASES.items() if case.ranks]
+    names += [name for name in (*UNDER_ALL, *REPLICATED) if name not in names]
     found = []
-    for place, name in enumerate(name for name, case in CASES.items() if case.ranks):
+    for place, name in enumerate(names):
         in_turn = ("ddp",) if name in REPLICATED else (IN_TURN[place % len(IN_TURN)],)
         found += [(name, strategy) for strategy in (STRATEGIES if name in UNDER_ALL else in_turn)]
     return found
