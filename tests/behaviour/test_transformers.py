@@ -13,7 +13,8 @@ from tests.harness.training import backward_and_step
 
 
 def chosen() -> list[str]:
-    """Of each architecture what draws no numbers; `tests/ranks/test_transformers_ddp.py` has those that do."""
+    """Of each architecture what has no dropout, or no variant without; `tests/ranks/test_transformers_ddp.py` has those
+    with dropout."""
     names = [*registry.cases]
     return [name for name in names if name.rpartition("_")[0] not in names or name.endswith("_draws")]
 

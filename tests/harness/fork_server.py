@@ -22,7 +22,7 @@ import wholestep.lower.inductor.compile_fx
 import wholestep.lower.inductor.segment_compiler  # noqa: F401
 from wholestep.capture.native import build
 
-build.module()
+build.wait()  # loaded, or why not: no thread that builds it is left when ranks are forked
 gc.freeze()  # what all ranks share is not looked through, and so not copied, in each of them
 
 

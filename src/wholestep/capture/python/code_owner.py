@@ -36,7 +36,7 @@ class Owner(Enum):
 
 
 LOOKED_THROUGH = (Owner.TORCH, Owner.NUMPY, Owner.OURS)
-"""Whose objects are not looked into."""
+"""Whose classes are not looked through. (What is asked of their objects is observed.)"""
 
 
 @functools.cache  # asked for every function that a step reaches
