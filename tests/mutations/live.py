@@ -9,8 +9,8 @@ DRAWS = "tests/unit/live/test_draws.py"
 LATE = "tests/unit/live/test_late_reading.py"
 GRAPHS = "tests/unit/live/test_graphs_and_reads.py"
 MODULES = "tests/unit/live/opaque/test_modules.py"
-FORWARD = "tests/unit/live/test_forward.py"
-SPECULATION = "tests/unit/live/test_speculation.py"
+FORWARD = "tests/unit/live/pieces/test_forward.py"
+SPECULATION = "tests/unit/live/pieces/test_speculation.py"
 LIBRARIES = "tests/unit/capture/reach/test_reachability_libraries.py::test_globals_of_a_package_are_read_at_every_call"
 REMAINDERS = "tests/unit/capture/scalars/test_float_remainders.py"
 
@@ -22,6 +22,34 @@ LIVE_MUTATIONS = (
         old="        with as_recorded([one for one in read if not isinstance(one, OpaqueModule)]):",
         new="        with as_recorded([]):",
         tests=(f"{LATE}::test_what_moves_in_one_place[moves_rate-behind the update-sgd]",),
+    ),
+    Mutation(
+        name="gradients_have_one_name",
+        what="a call on a buffer of gradients waits for the backward that was recorded in front of it",
+        file="live/pieces/tensors.py",
+        old="                yield one.grad",
+        new="                pass",
+        tests=("tests/unit/live/pieces/test_other_names.py::test_calls_on_it_keep_their_place[clipped-quiet]",),
+    ),
+    Mutation(
+        name="optimizers_step_no_parameters",
+        what="a call on memory of a parameter waits for the recorded step of its optimizer",
+        file="live/recording/snapshot.py",
+        old='        for group in self.contents:\n            yield from (one for one in group["params"] if isinst'
+        "ance(one, torch.Tensor))\n",
+        new="",
+        tests=(
+            "tests/unit/live/pieces/test_other_names.py::"
+            "test_calls_on_it_keep_their_place[averaged_behind_an_update_alone-quiet]",
+        ),
+    ),
+    Mutation(
+        name="parts_have_memory_of_their_own",
+        what="a call on the part of a shard cuts a step, and does not go into a piece that has the shard",
+        file="live/pieces/tensors.py",
+        old="    return int(local_tensor(tensor).untyped_storage()._cdata)",
+        new="    return int(tensor.untyped_storage()._cdata)",
+        tests=("tests/ranks/wrapped/test_shown_shards.py::test_what_lies_in_front_of_parts_is_a_piece",),
     ),
     Mutation(
         name="whatever_changes_leads_nowhere",
@@ -490,7 +518,7 @@ LIVE_MUTATIONS = (
         old="        self._given.extend(map(tensors.if_alive, earlier))",
         new="        pass",
         tests=(
-            "tests/unit/live/test_speculation.py::test_what_an_earlier_forward_gave_is_there_when_python_goes_another_way",
+            "tests/unit/live/pieces/test_speculation.py::test_what_an_earlier_forward_gave_is_there_when_python_goes_another_way",
         ),
     ),
     Mutation(
@@ -499,7 +527,7 @@ LIVE_MUTATIONS = (
         file="live/pieces/observation.py",
         old=" or tensors.is_gradient(written),",
         new=",",
-        tests=("tests/unit/live/test_forward.py::test_a_gradient_that_is_scaled_in_front_of_a_forward_is_scaled_once",),
+        tests=("tests/unit/live/pieces/test_forward.py::test_a_gradient_that_is_scaled_in_front_of_a_forward_is_scaled_once",),
     ),
     Mutation(
         name="arrays_left_on_old_memory",

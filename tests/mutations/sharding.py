@@ -18,7 +18,41 @@ PARALLEL = "tests/ranks/wrapped/test_tensor_parallel.py"
 MODULES = "tests/ranks/sharding/test_live_modules.py"
 POOL = "tests/unit/lower/cudagraph/test_graph_pool.py"
 
+SHOWN = "tests/ranks/wrapped/test_shown_shards.py::test_it_does_what_eager_code_does"
+
 SHARDING_MUTATIONS = (
+    Mutation(
+        name="shards_are_plain_tensors",
+        what="code that asks whether a gradient is a DTensor goes the way of eager code",
+        file="capture/wrappers/shown_shards.py",
+        old="DTensor if self.has(one) else plain_class(one)",
+        new="plain_class(one)",
+        tests=(f"{SHOWN}[clips_parts_of_dtensors-True]",),
+    ),
+    Mutation(
+        name="shards_have_no_parts",
+        what="code that asks what only a DTensor has is live",
+        file="capture/wrappers/shown_shards.py",
+        old="if hasattr(DTensor, name) and asks_outside_torch(",
+        new="if False and asks_outside_torch(",
+        tests=(f"{SHOWN}[clips_what_has_parts-True]",),
+    ),
+    Mutation(
+        name="forwards_have_shards",
+        what="in a forward of its module a parameter is no DTensor",
+        file="capture/wrappers/shown_shards.py",
+        old="        self._gathered.add(id(group))",
+        new="        pass",
+        tests=(f"{SHOWN}[asks_in_a_forward-True]",),
+    ),
+    Mutation(
+        name="shards_share_no_memory",
+        what="a graph refuses the part of a shard behind a write to the shard",
+        file="capture/functionalize/alias_checks.py",
+        old="    if not any(map(is_dtensor, live)):",
+        new="    if True:",
+        tests=(f"{SHOWN}[averages_kept_parts-True]",),
+    ),
     Mutation(
         name="all_ranks_own_the_first_part",
         what="every rank updates the rows of rank 0",

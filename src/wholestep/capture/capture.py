@@ -235,7 +235,7 @@ class _Attempt:
 
     def _functional(self, trace: Trace, environment: Mapping[str, str]) -> tuple[Program, BindingSpec]:
         _log_foreign(trace.foreign)
-        check_writes(trace.module.graph, trace.labels)
+        check_writes(trace.module.graph, trace.labels, [row.tensor for row in self._context.traced_inputs()])
         check_results(trace.module, len(trace.recorded.results))
         emit_promises(trace.module.graph, trace.sizes)
         functional = functionalize(trace.module, trace.fakes, trace.mode, trace.known, trace.recorded.numbers)

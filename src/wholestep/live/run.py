@@ -141,6 +141,8 @@ class Run(FollowedCalls):
     def _called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves: list[Any] = []
         structure = flatten((args, kwargs), leaves)
+        if self._has_other_name(leaves):
+            return self._on_known_memory(function, args, kwargs, leaves)
         draws = bool(self.records) and function in self._learned.drawing_functions and self._shares_stream(leaves)
         if not (draws or isinstance(function, OpaqueModule) or self.tensors.is_involved(leaves)):
             return self._at_once(function, args, kwargs, leaves)
@@ -206,6 +208,26 @@ class Run(FollowedCalls):
         except Draws:  # its numbers come behind those that wait to be drawn, so it is recorded like them
             self._learned.drawing_functions.add(function)
             return self._called(function, args, kwargs)
+        self.tensors.note_result(result, leaves)
+        return result
+
+    def _has_other_name(self, leaves: list[Any]) -> bool:
+        """Whether a call is given memory that calls which have not run know by another name."""
+        if self._started == len(self.records) and not self.waits_for_backward:
+            return False
+        moment = len(self.records), self._started
+        return any(self.tensors.is_other_name(leaf, moment) for leaf in leaves)
+
+    def _on_known_memory(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
+        """A call on the memory of gradients or shards that recorded calls know by other names: it runs behind them."""
+        why = f"{name_of(function)} is given a tensor on the memory of a gradient or a shard"
+        if _may_have_graph(leaves):
+            return self._unrecorded(function, args, kwargs, why)
+        self.reads.add(Read(len(self.records), function, current_line()))
+        self._run_pending(why)
+        if self.waits_for_backward:
+            self._flush(why)
+        result = execute(function, args, kwargs)
         self.tensors.note_result(result, leaves)
         return result
 

@@ -17,6 +17,8 @@ import torch.fx as fx
 
 from wholestep.errors import CaptureError
 from wholestep.ir import node_meta, op_info
+from wholestep.ir.dtensor.layouts import local_tensor
+from wholestep.ir.dtensor.shards import is_dtensor
 
 
 def overlaps(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
@@ -53,23 +55,32 @@ def _intersect(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(marks.as_strided(b.shape, b.stride(), b.storage_offset()).any())
 
 
-def check_writes(graph: fx.Graph, names: Sequence[str]) -> None:
+def check_writes(graph: fx.Graph, names: Sequence[str], live: Sequence[torch.Tensor]) -> None:
     """Checks what a traced graph writes to. Raises CaptureError with the user's line.
 
-    `names`: of its placeholders, as far as they are tensors.
+    `names`: of its placeholders, as far as they are tensors. `live`: what those stand for.
     """
     placeholders = graph.find_nodes(op="placeholder")[: len(names)]
-    _check_inputs(graph, placeholders, names)
+    _check_inputs(graph, placeholders, names, _overlaps_of_shards(live))
     for node in graph.nodes:
         if clash := _written_and_used(node):
             _refuse_item(node, *clash, dict(zip(placeholders, names, strict=True)))
 
 
-def _check_inputs(graph: fx.Graph, placeholders: Sequence[fx.Node], names: Sequence[str]) -> None:
-    """Refuses a use of an input behind a write to another one in the same memory."""
+def _overlaps_of_shards(live: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Pairs in which one is a DTensor. A whole fake stands for it, which is in nobody's memory."""
+    if not any(map(is_dtensor, live)):
+        return []
+    return [pair for pair in overlaps(list(map(local_tensor, live))) if any(is_dtensor(live[one]) for one in pair)]
+
+
+def _check_inputs(
+    graph: fx.Graph, placeholders: Sequence[fx.Node], names: Sequence[str], known: Sequence[tuple[int, int]]
+) -> None:
+    """Refuses a use of an input behind a write to another one in the same memory. `known`: pairs that lie there."""
     tensors = [node_meta.tensor(node) for node in placeholders]
     partners: dict[int, set[int]] = {}
-    for one, other in overlaps(tensors):
+    for one, other in (*overlaps(tensors), *known):
         partners.setdefault(one, set()).add(other)
         partners.setdefault(other, set()).add(one)
     refused = {number: why for number, tensor in enumerate(tensors) if (why := _never_written(tensor))}

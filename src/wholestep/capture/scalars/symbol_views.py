@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -42,15 +43,43 @@ def symbols_are_numbers() -> Iterator[None]:
 
     See [Note: the class of a symbol].
     """
-    thread = threading.get_ident()
-    rounded = on_this_thread(_rounded, torch.SymInt.__round__)
-    around = {kind: _put_class(kind, _class_for(number, thread)) for kind, number in _NUMBERS.items()}
+    with ExitStack() as stack:
+        for kind, number in _NUMBERS.items():
+            stack.enter_context(class_shown(kind, partial(_always, number)))
+        rounded = on_this_thread(_rounded, torch.SymInt.__round__)
+        stack.enter_context(patch.object(torch.SymInt, "__round__", rounded))
+        yield
+
+
+@contextmanager
+def class_shown(kind: type, shown: Callable[[Any], type]) -> Iterator[None]:
+    """While open, objects of a class are instances of what `shown` gives, to code outside of torch on this thread."""
+    around = _put_class(kind, _ClassView(shown))
     try:
-        with patch.object(torch.SymInt, "__round__", rounded):
-            yield
+        yield
     finally:
-        for kind, view in around.items():
-            _put_class(kind, view)
+        _put_class(kind, around)
+
+
+def _always(number: type, symbol: Any) -> type:
+    return number
+
+
+class _ClassView(property):
+    """``__class__`` of traced values."""
+
+    def __init__(self, shown: Callable[[Any], type]) -> None:
+        self.shown, self._thread = shown, threading.get_ident()
+        super().__init__(self._asked)
+
+    def _asked(self, thing: Any) -> type:
+        is_asked_by_others = threading.get_ident() == self._thread and asks_outside_torch(sys._getframe(1))
+        return self.shown(thing) if is_asked_by_others else type(thing)
+
+
+def plain_class(fake: FakeTensor) -> type:
+    """That of the tensor for which a fake stands where nothing is sharded."""
+    return nn.Parameter if isinstance(fake, nn.Parameter) else torch.Tensor
 
 
 class _AsksForTypes(type):
@@ -58,8 +87,9 @@ class _AsksForTypes(type):
         if len(args) != 1 or kwargs:
             return type(*args, **kwargs)
         kind = type(args[0])
-        if kind is FakeTensor:
-            return nn.Parameter if isinstance(args[0], nn.Parameter) else torch.Tensor
+        if issubclass(kind, FakeTensor):
+            view = vars(FakeTensor).get("__class__")
+            return (view.shown if isinstance(view, _ClassView) else plain_class)(args[0])
         return _NUMBERS.get(kind, kind)
 
     def __instancecheck__(cls, thing: Any) -> bool:
@@ -85,16 +115,8 @@ BUILTINS: dict[str, Any] = {"type": NumberOrType, "len": _length}
 """In the place of functions of Python that give a symbol another meaning than a number has."""
 
 
-def _class_for(number: type, thread: int) -> property:
-    def found(symbol: Any) -> type:
-        is_asked_by_others = threading.get_ident() == thread and _asks_for_numbers(sys._getframe(1))
-        return number if is_asked_by_others else type(symbol)
-
-    return property(found)
-
-
-def _asks_for_numbers(frame: FrameType | None) -> bool:
-    """Whether code asks that knows of no symbols: neither torch's nor ours, though Python's library may be between."""
+def asks_outside_torch(frame: FrameType | None) -> bool:
+    """Whether code asks that knows of no traces: neither torch's nor ours, though Python's library may be between."""
     while frame is not None:
         file = frame.f_code.co_filename
         owner = Owner.PYTHON if file.startswith("<frozen") else owner_of_file(file)

@@ -41,6 +41,7 @@ from wholestep.capture.tracing.process_groups import ProcessGroupRecorder
 from wholestep.capture.tracing.rnn_unroll import unrolled_rnns
 from wholestep.capture.wrappers import ddp, tensor_parallel
 from wholestep.capture.wrappers.fully_shard_hooks import silent_hooks
+from wholestep.capture.wrappers.shown_shards import ShownShards
 from wholestep.capture.wrappers.sync_batch_norm import graph_batch_norms
 from wholestep.errors import CaptureError
 from wholestep.ir.dtensor.shards import is_dtensor
@@ -84,6 +85,7 @@ class Recorders:
     versions: VersionRecorder
     ranks: RankSymbols
     groups: ProcessGroupRecorder
+    shards: ShownShards
     stepped: SteppedOptimizers
     uses_grads: bool = False
     """Whether a backward has left gradients so far, or Python has looked at some."""
@@ -103,6 +105,7 @@ class Recorders:
     def note_gradient(self, tensor: torch.Tensor) -> None:
         """Python looks at the gradient of a tensor. Raises CaptureError for one that came with an argument."""
         self.uses_grads = True
+        self.shards.note_gradient(tensor)
         if id(tensor) in self.had_grads:
             self.looked_at.add(id(tensor))
         if self.had_grads.get(id(tensor)):
@@ -121,7 +124,8 @@ def make_recorders(context: StepContext) -> Recorders:
         mode=LayoutFakeMode(shape_env=shape_env, allow_non_fake_inputs=True), sizes=shape_env,
         origins=OriginRecorder(context.module_names(), owners), markers=GradMarkers(),
         storages=StorageRecorder(reals), versions=VersionRecorder(reals), ranks=RankSymbols(shape_env),
-        groups=ProcessGroupRecorder(), stepped=SteppedOptimizers(context.state),
+        groups=ProcessGroupRecorder(), shards=ShownShards(root for _, root in context.reachable.modules.values()),
+        stepped=SteppedOptimizers(context.state),
     )  # fmt: skip
 
 
@@ -160,7 +164,7 @@ def _modes(context: StepContext, recorders: Recorders) -> Iterator[AbstractConte
     yield recorders.origins.recording()
     yield traced_generator()
     yield unrolled_rnns()
-    yield silent_hooks()
+    yield silent_hooks(recorders.shards)
     yield graph_batch_norms()
     yield module_to_is_identity()
     yield compile_unwrapped()
@@ -173,6 +177,7 @@ def _modes(context: StepContext, recorders: Recorders) -> Iterator[AbstractConte
 def _patches(context: StepContext, recorders: Recorders) -> Iterator[AbstractContextManager[Any]]:
     yield text_refused(recorders.mode.raised)
     yield symbols_are_numbers()
+    yield recorders.shards.shown(recorders.mode.raised)
     for (_, name), scope in context.reachable.builtin_scopes.items():
         yield _put(scope, name, BUILTINS[name])
     yield host_branches(lambda: recorders.host, recorders.mode.raised)
@@ -201,6 +206,7 @@ def _marking_backward(original: Engine, state: TrainState, recorders: Recorders)
     def run(tensors: Any, grads: Any, keep: Any, create: Any, inputs: Any, *rest: Any, **kw: Any) -> Any:
         with recorders.origins.backward(), ddp.a_backward():
             result = original(tensors, grads, keep, create, inputs, *rest, **kw)
+            recorders.shards.backward_ends()
             recorders.uses_grads |= bool(kw.get("accumulate_grad"))
             if kw.get("accumulate_grad") or create:
                 return result

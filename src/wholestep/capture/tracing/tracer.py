@@ -249,6 +249,7 @@ class Tracer:
         self._recorders.groups.finish()
         leaves, spec = new_parameters.flatten(result, self._state.index)
         refuse_predicates(leaves)
+        self._recorders.shards.check_results(leaves)
         arguments.check()
         if changed := lifter.changed():
             line = writer_of(changed.key, codes)

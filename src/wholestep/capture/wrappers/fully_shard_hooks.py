@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 from unittest.mock import patch
 
 import torch
@@ -59,9 +59,28 @@ def lies_in_state(path: str) -> bool:
     return REGISTRY_KEY in path or STATE_KEY in path
 
 
+class Gathered(Protocol):
+    """Is told when torch would gather the parameters of a group, and when it would drop them."""
+
+    def forward_begins(self, group: FSDPParamGroup) -> None: ...
+
+    def forward_ends(self, group: FSDPParamGroup) -> None: ...
+
+
 @contextmanager
-def silent_hooks() -> Iterator[None]:
+def silent_hooks(gathered: Gathered) -> Iterator[None]:
     """While open, a forward and a backward of a module of ``fully_shard`` communicate nothing and move no parameter."""
+
+    def pre_forward(group: FSDPParamGroup, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        gathered.forward_begins(group)
+        _cast_parameters(group)
+        return args, kwargs
+
+    def post_forward(group: FSDPParamGroup, module: Any, args: Any, output: Any) -> Any:
+        _put_parameters_back(group)
+        gathered.forward_ends(group)
+        return output
+
     with ExitStack() as stack:
         begun = stack.enter_context(_forwards_ended())
 
@@ -72,8 +91,8 @@ def silent_hooks() -> Iterator[None]:
         for owner, name, replacement in (
             (FSDPState, "_root_pre_forward", begin),
             (FSDPState, "_register_pre_backward_hook", lambda state, output: output),
-            (FSDPParamGroup, "pre_forward", _cast_parameters),
-            (FSDPParamGroup, "post_forward", _put_parameters_back),
+            (FSDPParamGroup, "pre_forward", pre_forward),
+            (FSDPParamGroup, "post_forward", post_forward),
             (FSDPParamGroup, "_prefetch_unshard", staticmethod(lambda *_: None)),
         ):
             stack.enter_context(patch.object(owner, name, replacement))
@@ -245,20 +264,18 @@ def _forwards_ended() -> Iterator[list[FSDPState]]:
                     state._state_ctx.iter_forward_root = None
 
 
-def _cast_parameters(group: FSDPParamGroup, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _cast_parameters(group: FSDPParamGroup) -> None:
     dtype = group.mp_policy.param_dtype
     if dtype is not None:
         for one in group.fsdp_params:
             if one.sharded_param.is_floating_point():
                 _put(one, one.sharded_param.to(dtype))
-    return args, kwargs
 
 
-def _put_parameters_back(group: FSDPParamGroup, module: Any, args: Any, output: Any) -> Any:
+def _put_parameters_back(group: FSDPParamGroup) -> None:
     if group.mp_policy.param_dtype is not None:
         for one in group.fsdp_params:
             _put(one, one.sharded_param)
-    return output
 
 
 def _put(one: Any, value: torch.Tensor) -> None:

@@ -67,9 +67,13 @@ def gathered_leaves(roots: Iterable[nn.Module]) -> dict[int, torch.Tensor]:
 
 def sharded_by_user(roots: Iterable[nn.Module]) -> frozenset[int]:
     """ids of the sharded parameters of modules that no strategy has sharded."""
+    return frozenset(id(one.sharded_param) for group in groups_of_user(roots) for one in group.fsdp_params)
+
+
+def groups_of_user(roots: Iterable[nn.Module]) -> list[Any]:
+    """The groups of parameters of those modules."""
     modules = (module for module in sharded_modules(roots) if not is_of_strategy(module))
-    params = (one for module in modules for group in _groups_of(module) for one in group.fsdp_params)
-    return frozenset(id(one.sharded_param) for one in params)
+    return [group for module in modules for group in _groups_of(module)]
 
 
 def waits_for_more(root: nn.Module) -> bool:

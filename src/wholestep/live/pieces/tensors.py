@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, count
 from operator import is_
 from types import NoneType
@@ -15,6 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from wholestep.capture.guards.fast_guards import have_gradients
+from wholestep.ir.dtensor.layouts import local_tensor
+from wholestep.ir.dtensor.shards import is_dtensor
 from wholestep.live.opaque.modules import OpaqueModule
 from wholestep.live.recording.fast_match import BLOCK, FastRecord
 from wholestep.live.recording.handle import Handle
@@ -52,6 +54,7 @@ class TensorTable:
         """Things that may be on the memory of tensors, None for what has no weak references, and that memory."""
         self._state: Callable[[], Iterable[torch.Tensor]] | None = None
         self._state_storages: set[int] | None = None
+        self._meant: tuple[object, set[int]] | None = None
         self._blocks: list[tuple[int, tuple[torch.Tensor, ...]]] = []
         """The tensors of each module among those from outside, with the number of the first."""
         self._blocks_looked_at = 0
@@ -132,6 +135,34 @@ class TensorTable:
             return False
         return _storage(leaf) in self._memory() or self._is_state(leaf)
 
+    def is_other_name(self, leaf: Any, moment: object) -> bool:
+        """Whether a leaf is another name for memory that recorded calls may read or write without being given it.
+
+        A backward means the gradients of parameters, and the step of an optimizer its parameters and state. A shard
+        means its part. No piece is given both. `moment`: another one where any of them may be
+        other tensors.
+        """
+        if not isinstance(leaf, torch.Tensor) or leaf.requires_grad or not is_plain(leaf) or is_dtensor(leaf):
+            return False
+        if self.value_of(leaf) is not None or not (self._alive or self._state):
+            return False
+        if self._meant is None or self._meant[0] != moment:
+            self._meant = moment, set(map(_storage, self._meant_by_others()))
+        return _storage(leaf) in self._meant[1] and all(leaf is not one for one in self._state_now())
+
+    def _meant_by_others(self) -> Iterator[torch.Tensor]:
+        state = self._state_now()
+        yield from state
+        for one in chain(self._alive, state):
+            if is_dtensor(one):
+                yield one
+            if is_leaf(one) and one.grad is not None and is_plain(one.grad):
+                yield one.grad
+
+    def _state_now(self) -> list[torch.Tensor]:
+        """What the steps of optimizers that are recorded read and write."""
+        return [] if self._state is None else list(filter(is_plain, self._state()))
+
     def note_state(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
         """Notes the tensors that a recorded step of an optimizer reads and writes. Looked through when it is asked."""
         before = self._state
@@ -140,7 +171,7 @@ class TensorTable:
 
     def _is_state(self, tensor: torch.Tensor) -> bool:
         if self._state_storages is None:
-            self._state_storages = set(map(_storage, self._state())) if self._state is not None else set()
+            self._state_storages = set(map(_storage, self._state_now()))
         return _storage(tensor) in self._state_storages
 
     # Memory that others may write to.
@@ -343,7 +374,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    """What tells memory apart. A DTensor is where its part is."""
+    return int(local_tensor(tensor).untyped_storage()._cdata)
 
 
 def inputs_of(table: TensorTable, earlier: Sequence[Value], externals: Sequence[int]) -> list[torch.Tensor]:

@@ -47,7 +47,9 @@ class OptimizerSnapshot:
         )  # fmt: skip
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors of its state."""
+        """Its parameters, and the tensors of its state."""
+        for group in self.contents:
+            yield from (one for one in group["params"] if isinstance(one, torch.Tensor))
         for item in (self.state, *self.entries.values()):
             yield from (one for one in item.values() if isinstance(one, torch.Tensor))
 
