@@ -44,11 +44,37 @@ LIVE_MUTATIONS = (
         ),
     ),
     Mutation(
+        name="arrays_wait",
+        what="an array on the memory of a parameter shows what an update has written",
+        file="live/followed_calls.py",
+        old="        if (writes_gradients or steps) and self.tensors.is_held_elsewhere(writes_gradients):",
+        new="        if False:",
+        tests=("tests/unit/live/pieces/test_other_names.py::test_calls_on_it_keep_their_place[memory_read-quiet]",),
+    ),
+    Mutation(
+        name="graphs_write_behind_arrays",
+        what="a step that reads an array on memory that it writes to is no graph",
+        file="capture/functionalize/alias_checks.py",
+        old="            if begin < stop and start < end:",
+        new="            if False:",
+        tests=("tests/unit/capture/functionalize/test_alias_checks.py::test_such_a_step_reads_what_was_written",),
+    ),
+    Mutation(
+        name="cpp_waits",
+        what="a module of TorchScript has the parameters of the last update",
+        file="live/run.py",
+        old="        if isinstance(module, torch.jit.ScriptModule):  # C++ reads its parameters",
+        new="        if False:",
+        tests=(
+            "tests/unit/live/pieces/test_other_names.py::test_calls_on_it_keep_their_place[evaluated_in_cpp-quiet]",
+        ),
+    ),
+    Mutation(
         name="parts_have_memory_of_their_own",
         what="a call on the part of a shard cuts a step, and does not go into a piece that has the shard",
         file="live/pieces/tensors.py",
-        old="    return int(local_tensor(tensor).untyped_storage()._cdata)",
-        new="    return int(tensor.untyped_storage()._cdata)",
+        old="    storage = local_tensor(tensor).untyped_storage()",
+        new="    storage = tensor.untyped_storage()",
         tests=("tests/ranks/wrapped/test_shown_shards.py::test_what_lies_in_front_of_parts_is_a_piece",),
     ),
     Mutation(
@@ -527,7 +553,9 @@ LIVE_MUTATIONS = (
         file="live/pieces/observation.py",
         old=" or tensors.is_gradient(written),",
         new=",",
-        tests=("tests/unit/live/pieces/test_forward.py::test_a_gradient_that_is_scaled_in_front_of_a_forward_is_scaled_once",),
+        tests=(
+            "tests/unit/live/pieces/test_forward.py::test_a_gradient_that_is_scaled_in_front_of_a_forward_is_scaled_once",
+        ),
     ),
     Mutation(
         name="arrays_left_on_old_memory",

@@ -34,12 +34,13 @@ from wholestep.capture.bind.captured import (
 )
 from wholestep.capture.effects.optimizer_effects import OptimizerEffects
 from wholestep.capture.effects.side_effects import SideEffects
-from wholestep.capture.functionalize.alias_checks import check_results, check_writes
+from wholestep.capture.functionalize.alias_checks import check_arrays, check_results, check_writes
 from wholestep.capture.functionalize.functionalize import functionalize
 from wholestep.capture.guards.environment import environment_read
 from wholestep.capture.make_program import make_program
 from wholestep.capture.python import tree_util
 from wholestep.capture.python.attribute_access import AttributesFound
+from wholestep.capture.python.container_views import BUFFERS, ContentView
 from wholestep.capture.python.snapshot import SCALARS
 from wholestep.capture.reach import unwrap_compiled
 from wholestep.capture.reach.rng_and_iterators import check_made, hidden_error, kept_iterators, refuse_hidden
@@ -50,7 +51,8 @@ from wholestep.capture.sizes.promises import emit_promises
 from wholestep.capture.tracing.tracer import Trace, Tracer, settle
 from wholestep.errors import CaptureError
 from wholestep.ir import node_meta
-from wholestep.ir.program import Program
+from wholestep.ir.dtensor.layouts import local_tensor
+from wholestep.ir.program import InputKind, Program
 from wholestep.ir.sizes import is_data
 from wholestep.ir.verifier import verify
 from wholestep.util.torch_switches import looks_for_nan
@@ -242,6 +244,7 @@ class _Attempt:
         functional.writes = trace.storages.exit_writes(functional.writes)
         written = frozenset(functional.writes)
         _check_shared(self._context, written)
+        _check_arrays(self._context, written)
         program, kept = make_program(self._context, trace, functional)
         verify(program)
         return program, self._spec(trace, kept, self._reads(trace, written, environment))
@@ -308,6 +311,15 @@ def _check_shared(context: StepContext, written: Collection[int]) -> None:
     for place in sorted(written):
         if place < len(rows) and context.shares_memory(rows[place].tensor):
             raise CaptureError(f"The step writes to {rows[place].label}, in whose memory another tensor lies.")
+
+
+def _check_arrays(context: StepContext, written: Collection[int]) -> None:
+    views = ((one.path, one.container) for one in context.reachable.snapshots if isinstance(one.container, ContentView))
+    rows = enumerate(context.traced_inputs())
+    check_arrays(
+        [(path, view.thing) for path, view in views if isinstance(view.thing, BUFFERS)],
+        [local_tensor(row.tensor) for place, row in rows if place in written or row.kind is InputKind.GRAD],
+    )
 
 
 def _check_sizes(graph: fx.Graph, context: StepContext) -> None:

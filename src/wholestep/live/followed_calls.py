@@ -22,7 +22,7 @@ from wholestep.live.recording.fast_match import FastRecord
 from wholestep.live.recording.handle import Handle
 from wholestep.live.recording.modes import recordable_modes
 from wholestep.live.recording.path import BACKWARDS, Path
-from wholestep.live.recording.record import Read, Record
+from wholestep.live.recording.record import Read, Record, name_of
 from wholestep.live.recording.snapshot import OptimizerSnapshot, OptimizerWatch
 from wholestep.live.recording.structure import Structure
 
@@ -128,13 +128,22 @@ class FollowedCalls(PendingCalls, ABC):
             tensors.note_state(snapshot.tensors)
         self.records.append(record)
         output = record.outputs[0]
-        return None if output is None else tensors.note_value(self._made(output), (number, 0))
+        result = None if output is None else tensors.note_value(self._made(output), (number, 0))
+        self._run_what_others_see(record)
+        return result
 
     def _may_follow(self, record: Record) -> bool:
         """Whether nothing has happened for which a record has to wait until others have run, or is none."""
         if not self._draws.go_on(record.drawn):
             return False
         return record.key.function not in BACKWARDS or not hooks_on_gradients(record.key.function, self.tensors)
+
+    def _run_what_others_see(self, record: Record) -> None:
+        """Runs what is recorded, up to this call, if it writes to memory of an array: who reads that is not seen."""
+        writes_gradients = record.key.function in BACKWARDS
+        steps = len(self.records) - 1 in self.snapshots
+        if (writes_gradients or steps) and self.tensors.is_held_elsewhere(writes_gradients):
+            self._run_pending(f"{name_of(record.key.function)} writes to memory that an array shares")
 
     def _is_stepped_otherwise(self, now: OptimizerSnapshot) -> bool:
         """Whether a step of an optimizer was recorded, and has not run, that was in another state than now."""

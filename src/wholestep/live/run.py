@@ -89,6 +89,9 @@ class Run(FollowedCalls):
                 if result is not NOT_SURE:
                     return result
                 opaque = self._opaque(module, args, kwargs)
+        if isinstance(module, torch.jit.ScriptModule):  # C++ reads its parameters
+            with self._lock, recording_paused(), torch._C.DisableTorchFunction():
+                self._run_pending(f"{name_of(type(module))} runs in C++")
         if opaque is None and is_fully_sharded(module):
             why = f"{name_of(type(module))} gathers its parameters for its own time, and its Python runs at every call"
             return self.unrecorded(OpenModule(module), args, kwargs, why)
@@ -300,6 +303,7 @@ class Run(FollowedCalls):
                 results.append(self._joined(leaves[meta.becomes], meta, (number, output)))
             else:
                 results.append(self.tensors.note_value(self._made(meta), (number, output)))
+        self._run_what_others_see(record)
         return unflatten(record.output_structure, results)
 
     def _joined(self, tensor: torch.Tensor, meta: OutputMeta, value: Value) -> torch.Tensor:

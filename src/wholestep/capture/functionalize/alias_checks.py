@@ -10,8 +10,9 @@ what was written for earlier ones; a graph computes all of them from what was th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.fx as fx
 
@@ -101,6 +102,32 @@ def _check_inputs(
                     _refuse(node, names[number], names[other], written[other])
         if shared := _reached(roots, op_info.argument_nodes(node, op_info.viewed_args(node.target))):
             roots[node] = shared
+
+
+def check_arrays(arrays: Iterable[tuple[str, Any]], written: Iterable[torch.Tensor]) -> None:
+    """Raises CaptureError for an array on the memory of a tensor that the step writes to.
+
+    Python looks at it while it runs, and a graph writes behind that. `arrays`: with what a person would write for each.
+    """
+    bounds = [(path, _bounds(one)) for path, one in arrays]
+    for tensor in written if bounds else ():
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
+            continue
+        start, stop = (tensor.untyped_storage().data_ptr() + one for one in _span(tensor))
+        for path, (begin, end) in bounds:
+            if begin < stop and start < end:
+                raise CaptureError(
+                    f"The step reads {path}, an array on the memory of a {list(tensor.shape)} that it writes to. A "
+                    f"graph writes there when Python has looked at it. Copy the array, or read the tensor itself."
+                )
+
+
+def _bounds(thing: Any) -> tuple[int, int]:
+    """Addresses from the first byte of a buffer up to the last."""
+    array = thing if isinstance(thing, np.ndarray) else np.frombuffer(thing, np.uint8)
+    reach = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)] if array.size else []
+    first = array.__array_interface__["data"][0]
+    return first + sum(min(0, one) for one in reach), first + sum(max(0, one) for one in reach) + array.itemsize
 
 
 def check_results(module: fx.GraphModule, count: int) -> None:

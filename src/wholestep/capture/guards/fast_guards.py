@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -75,6 +75,15 @@ def have_gradients(tensors: tuple[torch.Tensor, ...]) -> list[bool]:
         return [is_leaf(one) and one.grad is not None for one in tensors]
     found: list[bool] = module.have_gradients(tensors)
     return found
+
+
+def held_elsewhere(tensors: Iterable[torch.Tensor], *, loaded: bool = False) -> bool:
+    """Whether an array, another process or a storage object of the user's may look at the memory of tensors.
+
+    True where nobody can tell. `loaded`: memory that torch has not allocated has come from a file, and is no array's.
+    """
+    module = build.module()
+    return module is None or bool(module.held_elsewhere(tuple(tensors), loaded))
 
 
 def guardable(snapshot: Snapshot) -> tuple[Any, Any] | None:

@@ -20,6 +20,10 @@
 #include "call_watch.h"
 #include "fast_call.h"
 
+#include <algorithm>
+#include <utility>
+#include <vector>
+
 #ifdef Py_GIL_DISABLED
 #error "this build of Python has no interpreter lock, on which the guards rely"
 #endif
@@ -174,7 +178,43 @@ PyObject* have_gradients(PyObject*, PyObject* tensors) {
   return found;
 }
 
+// Whether arrays, another process or a storage object of the user's may look at memory on which `num_known` tensors lie.
+// What was once shown to NumPy is not resizable any more; then whoever holds it and is none of those may be an array.
+// (Otherwise it may be a graph that has saved a view, which looks at nothing.) Memory that torch has not allocated is an
+// array's, or another process's; or it has come from a file, if that `is_loaded`.
+bool is_held_elsewhere(c10::StorageImpl* storage, size_t num_known, bool is_loaded) {
+  size_t holders = c10::raw::intrusive_ptr::use_count(storage);
+  if (PyObject* object = storage->pyobj_slot()->load_pyobj()) {  // it holds the storage, which holds it
+    if (Py_REFCNT(object) > 1) return true;
+    --holders;
+  }
+  if (storage->resizable()) return false;
+  if (holders > num_known || is_loaded) return holders > num_known;
+  const c10::Allocator* allocator = storage->allocator();
+  return allocator == nullptr || storage->data_ptr().get_deleter() != allocator->raw_deleter();
+}
+
+PyObject* held_elsewhere(PyObject*, PyObject* args) {
+  PyObject* tensors;
+  int is_loaded;
+  if (!PyArg_ParseTuple(args, "O!p", &PyTuple_Type, &tensors, &is_loaded)) return nullptr;
+  std::vector<std::pair<c10::StorageImpl*, c10::TensorImpl*>> known;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tensors); ++i) {
+    PyObject* tensor = PyTuple_GET_ITEM(tensors, i);
+    c10::TensorImpl* impl = THPVariable_Check(tensor) ? impl_of(tensor) : nullptr;
+    if (impl != nullptr && impl->has_storage()) known.emplace_back(impl->unsafe_storage().unsafeGetStorageImpl(), impl);
+  }
+  std::sort(known.begin(), known.end());
+  known.erase(std::unique(known.begin(), known.end()), known.end());
+  for (size_t begin = 0, end = 0; begin < known.size(); begin = end) {
+    while (end < known.size() && known[end].first == known[begin].first) ++end;
+    if (is_held_elsewhere(known[begin].first, end - begin, is_loaded)) Py_RETURN_TRUE;
+  }
+  Py_RETURN_FALSE;
+}
+
 PyMethodDef functions[] = {
+    {"held_elsewhere", held_elsewhere, METH_VARARGS, "held_elsewhere(tensors, is_loaded): whether arrays, another process or storage objects hold memory of tensors."},
     {"have_gradients", have_gradients, METH_O, "Of each tensor of a tuple whether it has a gradient."},
     {"watch_calls", watch_calls, METH_VARARGS,
      "watch_calls(look, ask, enter): asks about calls of C functions and tells of code that is entered, until "

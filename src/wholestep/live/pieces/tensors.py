@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from wholestep.capture.guards.fast_guards import have_gradients
+from wholestep.capture.guards.fast_guards import have_gradients, held_elsewhere
 from wholestep.ir.dtensor.layouts import local_tensor
 from wholestep.ir.dtensor.shards import is_dtensor
 from wholestep.live.opaque.modules import OpaqueModule
@@ -149,6 +149,15 @@ class TensorTable:
         if self._meant is None or self._meant[0] != moment:
             self._meant = moment, set(map(_storage, self._meant_by_others()))
         return _storage(leaf) in self._meant[1] and all(leaf is not one for one in self._state_now())
+
+    def is_held_elsewhere(self, gradients: bool) -> bool:
+        """Whether an array lies in what a backward, or the step of an optimizer, writes."""
+        if not gradients:
+            state = self._state_now()
+            params = [one for one in state if one.requires_grad]
+            return held_elsewhere(params) or held_elsewhere(set(state).difference(params), loaded=True)
+        grads = (one.grad for one in self._alive if is_leaf(one))
+        return held_elsewhere(grad for grad in grads if grad is not None and is_plain(grad))
 
     def _meant_by_others(self) -> Iterator[torch.Tensor]:
         state = self._state_now()
@@ -374,8 +383,9 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """What tells memory apart. A DTensor is where its part is."""
-    return int(local_tensor(tensor).untyped_storage()._cdata)
+    """What tells memory apart: where it begins, as DLPack gives it another storage. A DTensor is where its part is."""
+    storage = local_tensor(tensor).untyped_storage()
+    return int(storage.data_ptr() or storage._cdata)
 
 
 def inputs_of(table: TensorTable, earlier: Sequence[Value], externals: Sequence[int]) -> list[torch.Tensor]:

@@ -225,3 +225,41 @@ def test_one_tensor_twice_in_a_list_that_is_read_is_none_of_our_business() -> No
         return torch.stack(torch._foreach_mul([x, x], 2))
 
     assert torch.equal(ws.compile(step, backend="eager")(torch.ones(3)), torch.full((2, 3), 2.0))
+
+
+class Shown:
+    """A layer whose weight is shown to NumPy."""
+
+    def __init__(self) -> None:
+        self.weight, self.frozen = nn.Parameter(torch.ones(2, 2)), torch.ones(2)
+        self.opt = torch.optim.SGD([self.weight], lr=0.01)
+        self.row, self.constant = self.weight.detach().numpy()[1, ::-1], self.frozen.numpy()
+
+    def reads_what_is_written(self, x: Tensor) -> float:
+        backward_and_step((x @ self.weight).square().sum(), self.opt)
+        return float(self.row.sum())
+
+    def reads_what_stays(self, x: Tensor) -> float:
+        backward_and_step((x @ self.weight * self.frozen).square().sum(), self.opt)
+        return float(self.constant.sum())
+
+
+def test_an_array_on_memory_that_the_step_writes_to_is_refused() -> None:
+    step = ws.compile(Shown().reads_what_is_written, fullgraph=True)
+    with pytest.raises(CaptureError, match=r"self\.row, an array on the memory of a \[2, 2\] that it writes to"):
+        step(torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("may_go_live", [True])
+def test_such_a_step_reads_what_was_written(may_go_live: bool) -> None:
+    eager, step = Shown(), ws.compile(Shown().reads_what_is_written, backend="eager")
+    for _ in range(3):
+        assert step(torch.ones(1, 2)) == eager.reads_what_is_written(torch.ones(1, 2))
+
+
+def test_an_array_on_memory_that_stays_is_compared() -> None:
+    shown = Shown()
+    step = ws.compile(shown.reads_what_stays, backend="eager")
+    assert [step(torch.ones(1, 2)), step(torch.ones(1, 2))] == [2.0, 2.0]
+    shown.constant[0] = 3.0
+    assert step(torch.ones(1, 2)) == 4.0

@@ -1,13 +1,16 @@
-"""Memory of gradients, parameters and state under another name: calls on it keep their place among recorded ones.
+"""Memory of gradients, parameters and state under another name: what is done to it keeps its place among calls.
 
 A backward names no gradient and the step of an optimizer no parameter, so what they write is told by its memory alone.
+Arrays, storages and C++ code tell nobody when they look, so what they could see is there before Python goes on.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -26,10 +29,13 @@ class Flat:
     It has other names for memory of a parameter and of the optimizer's state, too.
     """
 
+    has_arrays: bool = False
+    """Whether arrays, an import by DLPack and a storage object lie on memory of it as well."""
     model: nn.Linear = field(init=False)
     opt: torch.optim.Optimizer = field(init=False)
     grads: Tensor = field(init=False)
     weight: Tensor = field(init=False)
+    script: torch.jit.ScriptModule = field(init=False)
     average: Tensor = field(default_factory=lambda: torch.zeros(4, 4))
     notes: list[float] = field(default_factory=list)
 
@@ -40,6 +46,12 @@ class Flat:
         self.grads = torch.zeros(20)
         self.model.weight.grad, self.model.bias.grad = self.grads[:16].view(4, 4), self.grads[16:]
         self.weight = self.model.weight.data
+        if self.has_arrays:
+            self.array, self.slopes = self.weight.numpy(), self.model.weight.grad.numpy()
+            self.imported = torch.from_dlpack(self.weight)
+            self.storage = self.model.bias.untyped_storage()
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            self.script = torch.jit.trace(self.model, torch.ones(1, 4))
 
     def backward(self, x: Tensor) -> Tensor:
         self.grads.zero_()
@@ -119,9 +131,52 @@ def momentum_decayed(t: Flat, x: Tensor) -> None:
     t.opt.step()
 
 
+def array_read(t: Flat, x: Tensor) -> float:
+    t.backward(x)
+    t.opt.step()
+    return float(t.array.sum())
+
+
+def slopes_read(t: Flat, x: Tensor) -> Tensor:
+    loss = t.backward(x)
+    t.notes.append(float(np.abs(t.slopes).sum()))
+    t.opt.step()
+    return loss.detach()
+
+
+def slopes_scaled(t: Flat, x: Tensor) -> Tensor:
+    loss = t.backward(x)
+    t.slopes *= 0.5
+    t.opt.step()
+    return loss.detach()
+
+
+def array_scaled(t: Flat, x: Tensor) -> Tensor:
+    t.backward(x)
+    t.opt.step()
+    t.array *= 0.9
+    return t.model(x).detach().sum()
+
+
+def memory_read(t: Flat, x: Tensor) -> list[object]:
+    t.backward(x)
+    t.opt.step()
+    return [memoryview(t.array).tolist()[0][0], bytes(t.storage), t.imported.sum()]
+
+
+def evaluated_in_cpp(t: Flat, x: Tensor) -> Tensor:
+    t.backward(x)
+    t.opt.step()
+    with torch.no_grad():
+        return t.script(x).sum()
+
+
+ARRAYS: tuple[Callable[[Flat, Tensor], object], ...] = (
+    array_read, slopes_read, slopes_scaled, array_scaled, memory_read,
+)  # fmt: skip
 STEPS: tuple[Callable[[Flat, Tensor], object], ...] = (
     scaled, clipped, clipped_by_a_number, exchanged, cleared_behind, averaged, averaged_behind_an_update_alone,
-    decayed, momentum_decayed,
+    decayed, momentum_decayed, evaluated_in_cpp, *ARRAYS,
 )  # fmt: skip
 
 
@@ -135,7 +190,7 @@ def test_calls_on_it_keep_their_place(step: Callable[[Flat, Tensor], object], no
             t.notes.append((t.model.weight * x[0, 0]).sum().item())
         return step(t, x)
 
-    eager, ours, compiled = Flat(), Flat(), ws.compile(noting, backend="eager")
+    eager, ours, compiled = Flat(step in ARRAYS), Flat(step in ARRAYS), ws.compile(noting, backend="eager")
     for number in range(CALLS):
         torch.manual_seed(number)
         x = torch.randn(3, 4)
