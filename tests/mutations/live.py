@@ -35,9 +35,8 @@ LIVE_MUTATIONS = (
         name="optimizers_step_no_parameters",
         what="a call on memory of a parameter waits for the recorded step of its optimizer",
         file="live/recording/snapshot.py",
-        old='        for group in self.contents:\n            yield from (one for one in group["params"] if isinst'
-        "ance(one, torch.Tensor))\n",
-        new="",
+        old='tuple(_strided(one for group in optimizer.param_groups for one in group["params"]))',
+        new="()",
         tests=(
             "tests/unit/live/pieces/test_other_names.py::"
             "test_calls_on_it_keep_their_place[averaged_behind_an_update_alone-quiet]",
@@ -47,7 +46,7 @@ LIVE_MUTATIONS = (
         name="arrays_wait",
         what="an array on the memory of a parameter shows what an update has written",
         file="live/followed_calls.py",
-        old="        if (writes_gradients or steps) and self.tensors.is_held_elsewhere(writes_gradients):",
+        old="        if is_seen:",
         new="        if False:",
         tests=("tests/unit/live/pieces/test_other_names.py::test_calls_on_it_keep_their_place[memory_read-quiet]",),
     ),

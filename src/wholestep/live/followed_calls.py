@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from wholestep.capture.guards.fast_guards import held_elsewhere
 from wholestep.live.opaque.modules import OpaqueModules
 from wholestep.live.pieces.observation import hooks_on_gradients
 from wholestep.live.pieces.pending_calls import Launcher, PendingCalls
@@ -125,7 +126,7 @@ class FollowedCalls(PendingCalls, ABC):
             tensors.add_module(fast.function)
         if snapshot is not None:
             self.snapshots[number] = snapshot
-            tensors.note_state(snapshot.tensors)
+            tensors.note_state(snapshot)
         self.records.append(record)
         output = record.outputs[0]
         result = None if output is None else tensors.note_value(self._made(output), (number, 0))
@@ -140,9 +141,12 @@ class FollowedCalls(PendingCalls, ABC):
 
     def _run_what_others_see(self, record: Record) -> None:
         """Runs what is recorded, up to this call, if it writes to memory of an array: who reads that is not seen."""
-        writes_gradients = record.key.function in BACKWARDS
-        steps = len(self.records) - 1 in self.snapshots
-        if (writes_gradients or steps) and self.tensors.is_held_elsewhere(writes_gradients):
+        snapshot = self.snapshots.get(len(self.records) - 1)
+        if snapshot is not None:
+            is_seen = held_elsewhere(snapshot.params) or held_elsewhere(snapshot.tensors, loaded=True)
+        else:
+            is_seen = record.key.function in BACKWARDS and held_elsewhere(self.tensors.gradients())
+        if is_seen:
             self._run_pending(f"{name_of(record.key.function)} writes to memory that an array shares")
 
     def _is_stepped_otherwise(self, now: OptimizerSnapshot) -> bool:

@@ -282,7 +282,7 @@ class Run(FollowedCalls):
         for leaf in leaves:
             if isinstance(leaf, Optimizer):
                 snapshot = self.snapshots[len(self.records)] = self._watch(leaf).snapshot()
-                self.tensors.note_state(snapshot.tensors)
+                self.tensors.note_state(snapshot)
                 return snapshot.num_entries != record.state_entries
         return False
 
@@ -351,7 +351,7 @@ class Run(FollowedCalls):
         seen = observe(key.function, args, kwargs, leaves, tensors)
         module = key.function.module if isinstance(key.function, OpaqueModule) else None
         if seen.state is not None:
-            tensors.note_state(seen.state.tensors)
+            tensors.note_state(seen.state)
         if seen.reads:
             if module is not None:
                 self._learned.modules.reopen(module, "it returns something else than tensors, or asks for values")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, count
 from operator import is_
 from types import NoneType
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from wholestep.capture.guards.fast_guards import have_gradients, held_elsewhere
+from wholestep.capture.guards.fast_guards import have_gradients
 from wholestep.ir.dtensor.layouts import local_tensor
 from wholestep.ir.dtensor.shards import is_dtensor
 from wholestep.live.opaque.modules import OpaqueModule
@@ -31,6 +31,7 @@ from wholestep.live.recording.record import (
     Value,
     is_number,
 )
+from wholestep.live.recording.snapshot import OptimizerSnapshot
 from wholestep.util.gradient_node import gradient_node, is_leaf
 
 
@@ -52,7 +53,8 @@ class TensorTable:
         self._fresh: dict[int, torch.Tensor] = {}
         self.exposed: list[tuple[weakref.ref[Any] | None, set[int]]] = []
         """Things that may be on the memory of tensors, None for what has no weak references, and that memory."""
-        self._state: Callable[[], Iterable[torch.Tensor]] | None = None
+        self._state: list[torch.Tensor] = []
+        """What the steps of optimizers that were recorded read and write."""
         self._state_storages: set[int] | None = None
         self._meant: tuple[object, set[int]] | None = None
         self._blocks: list[tuple[int, tuple[torch.Tensor, ...]]] = []
@@ -148,39 +150,30 @@ class TensorTable:
             return False
         if self._meant is None or self._meant[0] != moment:
             self._meant = moment, set(map(_storage, self._meant_by_others()))
-        return _storage(leaf) in self._meant[1] and all(leaf is not one for one in self._state_now())
+        return _storage(leaf) in self._meant[1] and all(leaf is not one for one in self._state)
 
-    def is_held_elsewhere(self, gradients: bool) -> bool:
-        """Whether an array lies in what a backward, or the step of an optimizer, writes."""
-        if not gradients:
-            state = self._state_now()
-            params = [one for one in state if one.requires_grad]
-            return held_elsewhere(params) or held_elsewhere(set(state).difference(params), loaded=True)
-        grads = (one.grad for one in self._alive if is_leaf(one))
-        return held_elsewhere(grad for grad in grads if grad is not None and is_plain(grad))
+    def gradients(self) -> list[torch.Tensor]:
+        """Those of the tensors from outside."""
+        alive = tuple(self._alive)
+        found = (one.grad for one, has in zip(alive, have_gradients(alive), strict=True) if has)
+        return [grad for grad in found if grad is not None and is_plain(grad)]
 
     def _meant_by_others(self) -> Iterator[torch.Tensor]:
-        state = self._state_now()
-        yield from state
-        for one in chain(self._alive, state):
+        yield from self._state
+        for one in chain(self._alive, self._state):
             if is_dtensor(one):
                 yield one
             if is_leaf(one) and one.grad is not None and is_plain(one.grad):
                 yield one.grad
 
-    def _state_now(self) -> list[torch.Tensor]:
-        """What the steps of optimizers that are recorded read and write."""
-        return [] if self._state is None else list(filter(is_plain, self._state()))
-
-    def note_state(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Notes the tensors that a recorded step of an optimizer reads and writes. Looked through when it is asked."""
-        before = self._state
-        self._state = tensors if before is None else lambda: chain(before(), tensors())
+    def note_state(self, optimizer: OptimizerSnapshot) -> None:
+        """Notes the tensors that a recorded step of an optimizer reads and writes."""
+        self._state += (*optimizer.params, *optimizer.tensors)
         self._state_storages = None
 
     def _is_state(self, tensor: torch.Tensor) -> bool:
         if self._state_storages is None:
-            self._state_storages = set(map(_storage, self._state_now()))
+            self._state_storages = set(map(_storage, self._state))
         return _storage(tensor) in self._state_storages
 
     # Memory that others may write to.

@@ -6,7 +6,7 @@ A recorded step of an optimizer runs behind lines of the user's that may change 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from operator import is_
@@ -32,6 +32,10 @@ class OptimizerSnapshot:
     """What the dicts in `state` hold, as copies."""
     num_entries: int
     """How many things its state holds. A step that finds fewer than the last one left makes some."""
+    params: tuple[torch.Tensor, ...]
+    """Its parameters."""
+    tensors: tuple[torch.Tensor, ...]
+    """Those of its state."""
     watch: OptimizerWatch | None = None
     """What has taken it."""
 
@@ -44,14 +48,9 @@ class OptimizerSnapshot:
             [{**group, "params": list(group["params"])} for group in optimizer.param_groups],
             dict(optimizer.defaults),
             dict(optimizer.state), entries, len(optimizer.state) + sum(map(len, entries.values())),
+            params=tuple(_strided(one for group in optimizer.param_groups for one in group["params"])),
+            tensors=tuple(_strided(one for item in (optimizer.state, *entries.values()) for one in item.values())),
         )  # fmt: skip
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Its parameters, and the tensors of its state."""
-        for group in self.contents:
-            yield from (one for one in group["params"] if isinstance(one, torch.Tensor))
-        for item in (self.state, *self.entries.values()):
-            yield from (one for one in item.values() if isinstance(one, torch.Tensor))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -99,6 +98,10 @@ class OptimizerSnapshot:
         self._put()
         for key, item in made.items():
             self.optimizer.state.setdefault(key, item)
+
+
+def _strided(things: Iterable[Any]) -> Iterator[torch.Tensor]:
+    return (one for one in things if isinstance(one, torch.Tensor) and one.layout is torch.strided)
 
 
 def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
