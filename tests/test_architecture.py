@@ -78,6 +78,9 @@ DOORS: dict[str, dict[str, str]] = {
         "torch.nn.Module._apply": "what every move and conversion of a module goes through"
     },
     "capture/effects/c_functions.py": {"torch._C": "the module whose functions ask and set switches, told from others"},
+    "capture/functionalize/data_assignment.py": {
+        "torch.fx.experimental.proxy_tensor": "the node that a tensor stands for behind an assignment"
+    },
     "capture/functionalize/functionalize.py": {
         "torch.fx.experimental.proxy_tensor": "make_fx, for the second, functional trace"
     },

@@ -17,6 +17,28 @@ SETTINGS = "tests/behaviour/hidden_state/test_settings.py"
 
 CAPTURE_MUTATIONS = (
     Mutation(
+        name="data_stays_what_it_was",
+        what="a tensor whose .data is assigned stands for the other value from there on",
+        file="capture/functionalize/data_assignment.py",
+        old="            set_proxy_slot(tensor, tracer, node)",
+        new="            pass",
+        tests=(
+            "tests/unit/capture/functionalize/test_data_assignment.py::"
+            "test_what_the_step_has_made_stands_for_the_other_value[gradients_scaled]",
+        ),
+    ),
+    Mutation(
+        name="parameters_are_exchanged_in_a_graph",
+        what="a step that exchanges the memory of parameters for a while is no graph",
+        file="capture/functionalize/data_assignment.py",
+        old="if node is None or id(tensor) in inputs or tensor.requires_grad or tensor.constant is not None:",
+        new="if False:",
+        tests=(
+            "tests/unit/capture/functionalize/test_data_assignment.py::"
+            "test_other_memory_of_an_input_or_in_a_graph_is_live[evaluated_with_others-True]",
+        ),
+    ),
+    Mutation(
         name="switches_of_torch_compute",
         what="a function of torch that sets a switch which nobody compares counts as one that computes",
         file="capture/effects/c_functions.py",

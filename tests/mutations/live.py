@@ -16,6 +16,14 @@ REMAINDERS = "tests/unit/capture/scalars/test_float_remainders.py"
 
 LIVE_MUTATIONS = (
     Mutation(
+        name="threads_wait_for_nobody",
+        what="a module that another thread calls has the parameters of the last update",
+        file="live/run.py",
+        old="                if not self._serves_another and self.tensors.is_known(params):",
+        new="                if False:",
+        tests=("tests/unit/live/pieces/test_other_threads.py::test_it_sees_the_last_update",),
+    ),
+    Mutation(
         name="optimizer_read_late",
         what="a recorded step of an optimizer uses the rates of the moment at which it runs",
         file="live/live_step.py",

@@ -41,6 +41,7 @@ from wholestep.runtime.distributed.world import init
 from wholestep.runtime.options import Options, data_axes
 from wholestep.runtime.verify.verification import Verification
 from wholestep.runtime.verify.verify import Subject, Trial, verify
+from wholestep.util.forget_frames import forget_frames
 
 log = logging.getLogger("wholestep")
 
@@ -106,12 +107,15 @@ class CompiledStep:
         self._fast_call = None
         try:
             result = self._dispatcher.call(args, kwargs)
-        except (CaptureError, PeerRefusedError, RetraceLimitError) as refusal:
+        except (CaptureError, PeerRefusedError, RetraceLimitError) as error:
             if self._options.fullgraph:
                 raise
-            return self._go_live(refusal, args, kwargs)
-        self._fast_call = self._dispatcher.fast_call
-        return result
+            refusal = error
+        else:
+            self._fast_call = self._dispatcher.fast_call
+            return result
+        forget_frames(refusal)  # of a trace, which knows tensors of the user's
+        return self._go_live(refusal, args, kwargs)
 
     def _go_live(self, refusal: WholestepError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs this call and all later ones with the step's own Python, since it was refused as one graph."""

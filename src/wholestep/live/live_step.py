@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -20,7 +21,7 @@ from wholestep.live.peers import ENDS, PUTS_GRADIENTS, RUNS_PIECE, Event, Peers
 from wholestep.live.pieces.pending_calls import PendingCalls
 from wholestep.live.pieces.piece import Piece, PieceSpec, make_piece, size_carrier
 from wholestep.live.pieces.tensors import inputs_of
-from wholestep.live.recording.handle import CURRENT, RecordingMode
+from wholestep.live.recording.handle import CURRENT, RUNS, RecordingMode
 from wholestep.live.recording.modes import begin_blocks
 from wholestep.live.recording.path import Path, Paths
 from wholestep.live.recording.record import Read
@@ -172,7 +173,7 @@ class LiveStep:
         run = Run(self._paths.all, leaves, self._launch, self.learned, agree)
         begin_blocks()
         with redirected(looks=self._looks):
-            CURRENT.run = run
+            CURRENT.run = RUNS[threading.get_ident()] = run
             try:
                 with RecordingMode():
                     result = self._step(*args, **kwargs)
@@ -181,6 +182,7 @@ class LiveStep:
                 raise
             finally:
                 CURRENT.run = None
+                del RUNS[threading.get_ident()]
             run.finish()
         self._learn(run)
         return result

@@ -64,6 +64,8 @@ class Run(FollowedCalls):
         """Why sizes of what a call gives were not known, the last time that one was asked for them."""
         self._lock = threading.RLock()
         """Held while something is recorded or runs: another thread may have been given a handle."""
+        self._serves_another = False
+        """Whether another thread runs what is recorded, and calls modules for that."""
 
     def called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a torch function by the step's own Python."""
@@ -106,6 +108,16 @@ class Run(FollowedCalls):
         """Runs what is recorded, one by one; the run observes from here on."""
         with self._lock, recording_paused(), torch._C.DisableTorchFunction():
             self._flush(why)
+
+    def before_another_thread_calls(self, module: nn.Module) -> None:
+        """Another thread is about to call a module: what is recorded runs if it has to do with its parameters."""
+        params = list(module.parameters())
+        if params and self._started < len(self.records):
+            with self._lock, recording_paused(), torch._C.DisableTorchFunction():
+                if not self._serves_another and self.tensors.is_known(params):
+                    self._serves_another = True
+                    self._flush(f"another thread calls a {name_of(type(module))}")
+                    self._serves_another = False
 
     def before_draws_are_told(self, function: Any) -> None:
         """Python is about to ask where generators stand, or to set them: calls that draw before that run."""

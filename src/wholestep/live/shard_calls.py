@@ -143,6 +143,9 @@ class ShardCalls:
     def before_draws_are_told(self, function: Any) -> None:
         """Nothing waits."""
 
+    def before_another_thread_calls(self, module: nn.Module) -> None:
+        """Nothing waits."""
+
     def write_back(self) -> None:
         """Puts into the shards what Python has written to views of whole tensors."""
         with torch.no_grad():

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _foreach_utils
 
+from wholestep.capture.functionalize.data_assignment import data_assignments
 from wholestep.capture.functionalize.storage_resize import StorageRecorder
 from wholestep.capture.functionalize.version_counters import VersionRecorder
 from wholestep.capture.python.node_origin import OriginRecorder
@@ -171,6 +172,7 @@ def _modes(context: StepContext, recorders: Recorders) -> Iterator[AbstractConte
     yield symbolic_math()
     yield float_remainders()
     yield recorders.storages.recording()
+    yield data_assignments({id(row.tensor) for row in context.traced_inputs()}, recorders.mode.raised)
     yield recorders.versions.recording()
 
 

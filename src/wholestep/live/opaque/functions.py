@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -20,7 +21,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer, optimizer
 
 from wholestep.live.opaque.redirect import Redirections
-from wholestep.live.recording.handle import CURRENT, Handle
+from wholestep.live.recording.handle import CURRENT, RUNS, Handle
 from wholestep.live.recording.modes import block_may_have_ended
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -159,7 +160,12 @@ def _clip(plain: Callable[..., Any]) -> Callable[..., Any]:
 def _module(plain: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run = CURRENT.run
-        return plain(self, *args, **kwargs) if run is None else run.called_module(plain, self, args, kwargs)
+        if run is not None:
+            return run.called_module(plain, self, args, kwargs)
+        for thread, other in list(RUNS.items()):
+            if thread != threading.get_ident():
+                other.before_another_thread_calls(self)
+        return plain(self, *args, **kwargs)
 
     return call
 

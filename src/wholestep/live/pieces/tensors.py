@@ -126,6 +126,11 @@ class TensorTable:
         """Whether a call with these leaves has to do with parameters, or with what is recorded."""
         return any(isinstance(leaf, Optimizer) or self._concerns(leaf) for leaf in leaves)
 
+    def is_known(self, params: Iterable[torch.Tensor]) -> bool:
+        """Whether calls have been given any of these parameters, or step them."""
+        stepped = set(map(id, self._state))
+        return any(id(param) in self._index or id(param) in stepped for param in params)
+
     def _concerns(self, leaf: Any) -> bool:
         if not isinstance(leaf, torch.Tensor):
             return False
@@ -135,14 +140,16 @@ class TensorTable:
             return True
         if leaf.layout is not torch.strided or not (self._alive or self._state):
             return False
-        return _storage(leaf) in self._memory() or self._is_state(leaf)
+        try:
+            return _storage(leaf) in self._memory() or self._is_state(leaf)
+        except NotImplementedError:  # a wrapper of torch.func, which may be one of anything
+            return True
 
     def is_other_name(self, leaf: Any, moment: object) -> bool:
         """Whether a leaf is another name for memory that recorded calls may read or write without being given it.
 
         A backward means the gradients of parameters, and the step of an optimizer its parameters and state. A shard
-        means its part. No piece is given both. `moment`: another one where any of them may be
-        other tensors.
+        means its part. No piece is given both. `moment`: another one where any of them may be other tensors.
         """
         if not isinstance(leaf, torch.Tensor) or leaf.requires_grad or not is_plain(leaf) or is_dtensor(leaf):
             return False
@@ -150,7 +157,10 @@ class TensorTable:
             return False
         if self._meant is None or self._meant[0] != moment:
             self._meant = moment, set(map(_storage, self._meant_by_others()))
-        return _storage(leaf) in self._meant[1] and all(leaf is not one for one in self._state)
+        try:
+            return _storage(leaf) in self._meant[1] and all(leaf is not one for one in self._state)
+        except NotImplementedError:  # it is involved anyway
+            return False
 
     def gradients(self) -> list[torch.Tensor]:
         """Those of the tensors from outside."""

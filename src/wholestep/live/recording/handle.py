@@ -35,6 +35,9 @@ class Recorder(Protocol):
     def flush(self, why: str) -> None:
         """Runs what is recorded, so that all handles are tensors."""
 
+    def before_another_thread_calls(self, module: nn.Module) -> None:
+        """Runs what is recorded if it may write to parameters of a module that another thread is about to call."""
+
     def before_draws_are_told(self, function: Any) -> None:
         """Runs what is recorded to draw: a function is about to tell or to set where random generators stand."""
 
@@ -55,6 +58,9 @@ class _Current(threading.local):
 
 CURRENT = _Current()
 """What this thread does of a live step."""
+
+RUNS: dict[int, Recorder] = {}
+"""The live steps that run in this process, by the thread."""
 
 
 def with_torch_functions(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
