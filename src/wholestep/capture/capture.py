@@ -222,8 +222,8 @@ class _Attempt:
         kept = kept_iterators(context.reachable.iterators)
         with environment_read() as environment, side_effects, kept:
             trace = tracer.run(step)
-        check_made(trace.module, context.reachable.generators)
-        _check_sizes(trace.module.graph, context)
+            check_made(trace.module, context.reachable.generators)
+            _check_sizes(trace.module.graph, context)
         if side_effects.changed:
             if trace.foreign and side_effects.has_written_buffers:  # a graph would read what was written behind it
                 side_effects.restore()

@@ -16,6 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from wholestep.capture.guards.fast_guards import VERSIONED, StateGuard, state_guard
+from wholestep.live.recording.handle import Handle
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,9 @@ class OptimizerSnapshot:
 
 
 def _strided(things: Iterable[Any]) -> Iterator[torch.Tensor]:
-    return (one for one in things if isinstance(one, torch.Tensor) and one.layout is torch.strided)
+    """Those with memory. (A handle has none, and would be asked for its numbers.)"""
+    tensors = (one for one in things if isinstance(one, torch.Tensor) and type(one) is not Handle)
+    return (one for one in tensors if one.layout is torch.strided)
 
 
 def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:

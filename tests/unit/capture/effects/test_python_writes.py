@@ -250,3 +250,18 @@ def test_a_write_to_python_happens_at_every_call_of_a_live_step(write: Any, may_
             if path.startswith(("model", "opt")):  # of which there are two
                 del wanted[path], found[path]
         assert_untouched(wanted, found)
+
+
+@pytest.mark.parametrize("may_go_live", [True])
+def test_a_trace_that_is_given_up_at_its_end_leaves_nothing(may_go_live: bool) -> None:
+    """It has drawn of a generator that it made itself, which is told when all of the step has run."""
+    counts = {"eager": 0, "ours": 0}
+
+    def step(x: Tensor, key: str) -> Tensor:
+        counts[key] += 1
+        return x * torch.randn(2, generator=torch.Generator().manual_seed(counts[key]))
+
+    compiled = ws.compile(step, backend="eager")
+    for _ in range(3):
+        assert torch.equal(step(torch.ones(2), "eager"), compiled(torch.ones(2), "ours"))
+    assert counts["ours"] == counts["eager"] == 3

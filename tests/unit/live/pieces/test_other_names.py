@@ -131,6 +131,14 @@ def momentum_decayed(t: Flat, x: Tensor) -> None:
     t.opt.step()
 
 
+def momentum_replaced(t: Flat, x: Tensor) -> None:
+    loss = t.backward(x)
+    t.opt.step()
+    state = t.opt.state[t.model.weight]
+    state["momentum_buffer"] = state["momentum_buffer"] * 0.5
+    t.notes.append(loss.item())
+
+
 def array_read(t: Flat, x: Tensor) -> float:
     t.backward(x)
     t.opt.step()
@@ -176,7 +184,7 @@ ARRAYS: tuple[Callable[[Flat, Tensor], object], ...] = (
 )  # fmt: skip
 STEPS: tuple[Callable[[Flat, Tensor], object], ...] = (
     scaled, clipped, clipped_by_a_number, exchanged, cleared_behind, averaged, averaged_behind_an_update_alone,
-    decayed, momentum_decayed, evaluated_in_cpp, *ARRAYS,
+    decayed, momentum_decayed, momentum_replaced, evaluated_in_cpp, *ARRAYS,
 )  # fmt: skip
 
 
