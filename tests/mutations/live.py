@@ -16,6 +16,14 @@ REMAINDERS = "tests/unit/capture/scalars/test_float_remainders.py"
 
 LIVE_MUTATIONS = (
     Mutation(
+        name="results_are_of_a_class_of_ours",
+        what="a result that has no numbers yet is a plain tensor to code that asks for its type",
+        file="live/recording/handle.py",
+        old="    _wholestep_class = torch.Tensor",
+        new="    _wholestep_class = None",
+        tests=("tests/unit/live/pieces/test_handles.py::test_it_is_used_as_in_eager_code[its class]",),
+    ),
+    Mutation(
         name="threads_wait_for_nobody",
         what="a module that another thread calls has the parameters of the last update",
         file="live/run.py",

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
+from wholestep.capture.reach.reachability import find_reachable
+from wholestep.capture.scalars.symbol_views import types_shown
 from wholestep.capture.wrappers.ddp import silent_forwards
 from wholestep.errors import CaptureError, PeerRefusedError, RetraceLimitError
 from wholestep.live.followed_calls import Learned
@@ -110,6 +112,8 @@ class LiveStep:
         self._pieces: dict[tuple[Path, PieceSpec], CompiledPiece] = {}
         self._last: CompiledPiece | None = None
         self._has_pieces = has_pieces and (peers is None or peers.runs_pieces)
+        self._scopes: list[dict[str, Any]] | None = None
+        """Globals of the user's code that names ``type``; None before the first call."""
         self._eager_calls = 0
         self._looks = True
 
@@ -172,7 +176,10 @@ class LiveStep:
         leaves = pytree.tree_leaves((args, kwargs))
         run = Run(self._paths.all, leaves, self._launch, self.learned, agree)
         begin_blocks()
-        with redirected(looks=self._looks):
+        if self._scopes is None:
+            named = find_reachable(self._step, args, kwargs).builtin_scopes.items()
+            self._scopes = [scope for (_, name), scope in named if name == "type"]
+        with redirected(looks=self._looks), types_shown(self._scopes):
             CURRENT.run = RUNS[threading.get_ident()] = run
             try:
                 with RecordingMode():

@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FrameType
@@ -82,6 +82,10 @@ def plain_class(fake: FakeTensor) -> type:
     return nn.Parameter if isinstance(fake, nn.Parameter) else torch.Tensor
 
 
+SHOWN_CLASS = "_wholestep_class"
+"""Attribute of a class of ours whose objects stand for those of another one, which ``type`` of user code tells."""
+
+
 class _AsksForTypes(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs:
@@ -90,7 +94,7 @@ class _AsksForTypes(type):
         if issubclass(kind, FakeTensor):
             view = vars(FakeTensor).get("__class__")
             return (view.shown if isinstance(view, _ClassView) else plain_class)(args[0])
-        return _NUMBERS.get(kind, kind)
+        return getattr(kind, SHOWN_CLASS, None) or _NUMBERS.get(kind, kind)
 
     def __instancecheck__(cls, thing: Any) -> bool:
         return isinstance(thing, type)
@@ -109,6 +113,19 @@ def _length(thing: Any) -> Any:
     """``len``, of which Python wants a number: for a tensor the size of its first dim, which may be a symbol."""
     is_tensors = isinstance(thing, torch.Tensor) and type(thing).__len__ is torch.Tensor.__len__ and thing.dim()
     return thing.shape[0] if is_tensors else len(thing)
+
+
+@contextmanager
+def types_shown(scopes: Collection[dict[str, Any]]) -> Iterator[None]:
+    """While open, code with these globals has the ``type`` of traces. Of those that have none of their own."""
+    named = [scope for scope in scopes if "type" not in scope]
+    for scope in named:
+        scope["type"] = NumberOrType
+    try:
+        yield
+    finally:
+        for scope in named:
+            scope.pop("type", None)
 
 
 BUILTINS: dict[str, Any] = {"type": NumberOrType, "len": _length}
