@@ -101,7 +101,7 @@ class _AsksForTypes(type):
 
 
 class NumberOrType(type, metaclass=_AsksForTypes):
-    """``type``, to which a symbol is an int, float or bool, and a tensor of the trace a plain one or a parameter."""
+    """``type``, to which a symbol is an int, float or bool, and a tensor of a trace or a live step a plain one."""
 
 
 def _rounded(symbol: torch.SymInt, ndigits: int | None = None) -> int | torch.SymInt:

@@ -93,9 +93,7 @@ class ShownShards:
             if hasattr(DTensor, name) and asks_outside_torch(_frame_of_others()) and self.has(tensor):
                 raised.append(_no_whole_tensor_has(tensor, name))
                 raise raised[-1]
-            if around is not None:
-                return around(tensor, name)
-            raise AttributeError(f"{type(tensor).__name__!r} object has no attribute {name!r}", name=name, obj=tensor)
+            return (around or _raise_missing)(tensor, name)
 
         absent = on_this_thread(missing, _raise_missing)
         with class_shown(FakeTensor, lambda one: DTensor if self.has(one) else plain_class(one)):
