@@ -16,6 +16,14 @@ REMAINDERS = "tests/unit/capture/scalars/test_float_remainders.py"
 
 LIVE_MUTATIONS = (
     Mutation(
+        name="backwards_ahead_take_every_graph",
+        what="no backward runs ahead in a piece whose values a later backward goes through",
+        file="live/pieces/speculation.py",
+        old="    if (differentiated := _differentiated_later(path, started, end)) is not None:",
+        new="    if (differentiated := None) is not None:",
+        tests=(f"{SPECULATION}::test_what_a_later_backward_goes_through_keeps_its_graph",),
+    ),
+    Mutation(
         name="results_are_of_a_class_of_ours",
         what="a result that has no numbers yet is a plain tensor to code that asks for its type",
         file="live/recording/handle.py",

@@ -69,6 +69,6 @@ def _is_same(tensor: torch.Tensor, value: torch.Tensor) -> bool:
 
 def _refused(tensor: torch.Tensor) -> CaptureError:
     return CaptureError(
-        f"The step could not be captured at {current_line()}\nIt gives a {list(tensor.shape)} other storage (an "
-        f"assignment to .data). A graph can only write values: copy_() into it under torch.no_grad()."
+        f"The step could not be captured at {current_line()}\nIt gives a {list(tensor.shape)} other storage or "
+        f"another shape (an assignment to .data). A graph can only write values: copy_() into it under torch.no_grad()."
     )

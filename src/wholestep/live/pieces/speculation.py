@@ -54,6 +54,10 @@ def plan_speculation(path: Path, started: int, position: int, tensors: TensorTab
     late = next((record for record in path.records[position:end] if _cannot_wait(path, record, tensors)), None)
     if late is not None:
         return f"{name_of(late.key.function)} comes first ({late.line}), which draws, writes or needs a number"
+    if (differentiated := _differentiated_later(path, started, end)) is not None:
+        return (
+            f"{name_of(differentiated.key.function)} ({differentiated.line}) gives what a later backward goes through"
+        )
     length, count = tensors.length(), num_externals(path.records[position:end], len(tensors.externals))
     if not tensors.expect(path, count):
         return "calls in between are given tensors that are not known yet"
@@ -63,6 +67,21 @@ def plan_speculation(path: Path, started: int, position: int, tensors: TensorTab
         return "a parameter or an input has hooks on its gradient"
     skipped = frozenset(number for number in range(position, end) if _only_acts(path.records[number]))
     return SpeculationPlan((started, end + 1), position, skipped, leaves)
+
+
+def _differentiated_later(path: Path, started: int, end: int) -> Record | None:
+    """A record in front of a backward that leaves its graph alone, and whose result calls behind it are given.
+
+    A piece gives no graph, so a backward behind it would find none.
+    """
+    freed = path.records[end].frees
+    for operand in (one for record in path.records[end + 1 :] for one in record.operands if one.kind == VALUE):
+        if started <= operand.key < end and (operand.key, operand.detail) not in freed:
+            made: Record = path.records[operand.key]
+            meta = made.outputs[operand.detail]
+            if meta is not None and meta.requires_grad:
+                return made
+    return None
 
 
 def num_externals(records: Sequence[Record], least: int = 0) -> int:

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import wholestep as ws
 from tests.unit.live.both import CALLS, Compiled, Step, Training, batch, train_both
 
 
@@ -165,3 +166,35 @@ def test_what_an_earlier_forward_gave_is_there_when_python_goes_another_way() ->
         return step
 
     train_both(make)
+
+
+class Pair:
+    """A generator and a critic, each with an optimizer."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.generator, self.critic = nn.Linear(4, 3), nn.Linear(3, 1)
+        self.opts = [torch.optim.Adam(one.parameters(), lr=0.01) for one in (self.generator, self.critic)]
+        self.notes: list[float] = []
+
+    def step(self, x: Tensor) -> Tensor:
+        self.notes.append(float(self.generator.weight.sum()))
+        made = self.generator(x)
+        loss = self.critic(made.detach()).square().mean()
+        self.opts[1].zero_grad()
+        loss.backward()
+        self.opts[1].step()
+        other = -self.critic(made).mean()
+        self.opts[0].zero_grad()
+        other.backward()
+        self.opts[0].step()
+        return (loss + other).detach()
+
+
+def test_what_a_later_backward_goes_through_keeps_its_graph() -> None:
+    eager, ours = Pair(), Pair()
+    compiled = ws.compile(ours.step, backend="eager")
+    for number in range(CALLS):
+        x = torch.full((2, 4), 1.0 + number)
+        assert torch.equal(eager.step(x), compiled(x))
+    assert ours.notes == eager.notes
