@@ -116,8 +116,10 @@ class Run(FollowedCalls):
             with self._lock, recording_paused(), torch._C.DisableTorchFunction():
                 if not self._serves_another and self.tensors.is_known(params):
                     self._serves_another = True
-                    self._flush(f"another thread calls a {name_of(type(module))}")
-                    self._serves_another = False
+                    try:
+                        self._flush(f"another thread calls a {name_of(type(module))}")
+                    finally:
+                        self._serves_another = False
 
     def before_draws_are_told(self, function: Any) -> None:
         """Python is about to ask where generators stand, or to set them: calls that draw before that run."""

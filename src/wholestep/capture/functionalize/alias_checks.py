@@ -124,8 +124,10 @@ def check_arrays(arrays: Iterable[tuple[str, Any]], written: Iterable[torch.Tens
 
 def _bounds(thing: Any) -> tuple[int, int]:
     """Addresses from the first byte of a buffer up to the last."""
-    array = thing if isinstance(thing, np.ndarray) else np.frombuffer(thing, np.uint8)
-    reach = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)] if array.size else []
+    array = thing if isinstance(thing, np.ndarray) else np.asarray(memoryview(thing))
+    if not array.size:
+        return 0, 0
+    reach = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
     first = array.__array_interface__["data"][0]
     return first + sum(min(0, one) for one in reach), first + sum(max(0, one) for one in reach) + array.itemsize
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -255,6 +256,19 @@ def test_such_a_step_reads_what_was_written(may_go_live: bool) -> None:
     eager, step = Shown(), ws.compile(Shown().reads_what_is_written, backend="eager")
     for _ in range(3):
         assert step(torch.ones(1, 2)) == eager.reads_what_is_written(torch.ones(1, 2))
+
+
+@pytest.mark.parametrize(
+    "held", [bytearray(), memoryview(bytes(8))[::2], np.zeros((0, 3))], ids=["none", "even", "empty"]
+)
+def test_other_buffers_are_no_arrays_on_it(held: Any) -> None:
+    shown = Shown()
+
+    def step(x: Tensor) -> int:
+        backward_and_step((x @ shown.weight).square().sum(), shown.opt)
+        return len(held)
+
+    assert ws.compile(step, backend="eager", fullgraph=True)(torch.ones(1, 2)) == len(held)
 
 
 def test_an_array_on_memory_that_stays_is_compared() -> None:
