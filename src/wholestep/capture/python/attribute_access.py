@@ -80,32 +80,14 @@ class AttributeAccess:
         """While open, accesses are noted. Raises AttributesFound at one that might be to more than a plain value."""
         self.read = {key: set() for key, one in self._known.items() if is_observable(type(one.thing))}
         with ExitStack() as stack:
-            stack.enter_context(self._observed_tensors())
+            stack.enter_context(missed_attributes(self._note_missed))
             for kind in {type(one.thing) for one in self._known.values()}:
                 if is_observable(kind):
                     stack.enter_context(self._observed_class(kind))
             yield
 
-    @contextmanager
-    def _observed_tensors(self) -> Iterator[None]:
-        """Python calls ``__getattr__`` for what it has not found, and for nothing else."""
-
-        own: Any = vars(FakeTensor).get("__getattr__", _MISSING)  # that of another capture around this one
-
-        def missing(tensor: FakeTensor, name: str) -> Any:
-            self.asks_tensors |= not library_frame(sys._getframe(1).f_code.co_filename)
-            if own is not _MISSING:
-                return own(tensor, name)
-            raise AttributeError(f"{type(tensor).__name__!r} object has no attribute {name!r}", name=name, obj=tensor)
-
-        type.__setattr__(FakeTensor, "__getattr__", missing)
-        try:
-            yield
-        finally:
-            if own is _MISSING:
-                type.__delattr__(FakeTensor, "__getattr__")
-            else:
-                type.__setattr__(FakeTensor, "__getattr__", own)
+    def _note_missed(self, tensor: FakeTensor, name: str) -> None:
+        self.asks_tensors |= not library_frame(sys._getframe(2).f_code.co_filename)
 
     @contextmanager
     def _observed_class(self, kind: type) -> Iterator[None]:
@@ -167,6 +149,30 @@ class AttributeAccess:
         if self._unwatched(thing, name):
             self.found.add(name)
             raise AttributesFound
+
+
+@contextmanager
+def missed_attributes(note: Callable[[FakeTensor, str], None]) -> Iterator[None]:
+    """While open, `note` is told what tensors of a trace are asked for and do not have.
+
+    Python calls ``__getattr__`` for what it has not found, and for nothing else.
+    """
+    own: Any = vars(FakeTensor).get("__getattr__", _MISSING)  # of another one that is open around this one
+
+    def missing(tensor: FakeTensor, name: str) -> Any:
+        note(tensor, name)
+        if own is not _MISSING:
+            return own(tensor, name)
+        raise AttributeError(f"{type(tensor).__name__!r} object has no attribute {name!r}", name=name, obj=tensor)
+
+    type.__setattr__(FakeTensor, "__getattr__", missing)
+    try:
+        yield
+    finally:
+        if own is _MISSING:
+            type.__delattr__(FakeTensor, "__getattr__")
+        else:
+            type.__setattr__(FakeTensor, "__getattr__", own)
 
 
 def is_observable(kind: type) -> bool:

@@ -23,6 +23,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
+from wholestep.capture.python.attribute_access import missed_attributes
 from wholestep.capture.python.code_owner import Owner, owner_of_file
 from wholestep.capture.python.tracing_thread import on_this_thread
 from wholestep.capture.python.user_frame import current_line
@@ -87,24 +88,15 @@ class ShownShards:
         if not self:
             yield
             return
-        around: Any = vars(FakeTensor).get("__getattr__")
 
-        def missing(tensor: Any, name: str) -> Any:
+        def refuse(tensor: torch.Tensor, name: str) -> None:
             if hasattr(DTensor, name) and asks_outside_torch(_frame_of_others()) and self.has(tensor):
                 raised.append(_no_whole_tensor_has(tensor, name))
                 raise raised[-1]
-            return (around or _raise_missing)(tensor, name)
 
-        absent = on_this_thread(missing, _raise_missing)
-        with class_shown(FakeTensor, lambda one: DTensor if self.has(one) else plain_class(one)):
-            type.__setattr__(FakeTensor, "__getattr__", absent)
-            try:
-                yield
-            finally:
-                if around is None:
-                    type.__delattr__(FakeTensor, "__getattr__")
-                else:
-                    type.__setattr__(FakeTensor, "__getattr__", around)
+        seen = class_shown(FakeTensor, lambda one: DTensor if self.has(one) else plain_class(one))
+        with seen, missed_attributes(on_this_thread(refuse, lambda tensor, name: None)):
+            yield
 
 
 def _frame_of_others() -> FrameType | None:
@@ -112,10 +104,6 @@ def _frame_of_others() -> FrameType | None:
     while frame is not None and owner_of_file(frame.f_code.co_filename) is Owner.OURS:
         frame = frame.f_back
     return frame
-
-
-def _raise_missing(tensor: Any, name: str) -> Any:
-    raise AttributeError(f"{type(tensor).__name__!r} object has no attribute {name!r}", name=name, obj=tensor)
 
 
 def _no_whole_tensor_has(tensor: torch.Tensor, name: str) -> CaptureError:
