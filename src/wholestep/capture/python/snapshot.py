@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -148,4 +149,6 @@ def same(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, types.MethodType):
         return a.__self__ is b.__self__ and a.__func__ is b.__func__
+    if isinstance(a, weakref.ReferenceType):  # two whose object is gone give the same None
+        return a() is b() and a.__callback__ is b.__callback__
     return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from wholestep.capture.effects.optimizer_effects import OptimizerEffects
 from wholestep.capture.effects.side_effects import SideEffects
 from wholestep.capture.native import build
 from wholestep.capture.python.code_lines import writer_of
+from wholestep.capture.python.snapshot import same
 from wholestep.capture.reach.step_context import StepContext
 from wholestep.errors import CaptureError, HyperparameterError
 
@@ -208,3 +210,30 @@ def test_the_containers_of_an_optimizer_are_put_back() -> None:
         trainer.opt.load_state_dict(trainer.opt.state_dict())
     assert trainer.opt.state is state
     assert trainer.opt.param_groups is groups
+
+
+class Inverse:
+    """Of a transform: it is made anew where nobody has kept it, and is known by a weak reference."""
+
+    known: weakref.ReferenceType[Inverse] | None = None
+
+    def apply(self, x: Tensor) -> Tensor:
+        made = Inverse()
+        self.known = weakref.ref(made)
+        return x * 2
+
+
+def test_a_weak_reference_to_what_is_gone_says_nothing() -> None:
+    """Whatever a call has put there is gone behind it, so each call leaves the same."""
+    transform = Inverse()
+    step = ws.compile(lambda x: transform.apply(x), backend="eager", fullgraph=True)
+    assert [step(torch.ones(())).item() for _ in range(3)] == [2, 2, 2]
+    assert transform.known is not None
+    assert transform.known() is None
+
+
+def test_a_weak_reference_to_another_object_is_another_one() -> None:
+    kept = [nn.Linear(1, 1), nn.Linear(1, 1)]
+    assert same(weakref.ref(kept[0]), weakref.ref(kept[0]))
+    assert not same(weakref.ref(kept[0]), weakref.ref(kept[1]))
+    assert not same(weakref.ref(kept[0], print), weakref.ref(kept[0]))
