@@ -5,6 +5,8 @@ from __future__ import annotations
 from mutations import Mutation
 
 REDUCED = "tests/ranks/wrapped/test_what_ddp_reduces.py::test_each_rank_has_what_it_has_in_eager_code"
+LIVE_REDUCED = "tests/ranks/wrapped/test_what_ddp_reduces.py::test_a_live_step_does_the_same"
+NO_GRAPH = "tests/ranks/wrapped/test_what_ddp_reduces.py::test_what_no_graph_can_do_makes_a_step_live"
 
 GENERATORS = "tests/unit/capture/reach/test_generators.py::test_nothing_that_is_drawn_is_frozen"
 STATE = "tests/unit/capture/reach/test_train_state.py::test_the_step_sees_the_state_that_it_would_have_made"
@@ -443,5 +445,77 @@ CAPTURE_MUTATIONS = (
         old="            buffers.append(name)",
         new="            pass",
         tests=(f"{REDUCED}[an_ignored_buffer]",),
+    ),
+    Mutation(
+        name="modes_hold_behind_a_backward",
+        what="of two backwards in one piece the second finds that nothing waits for a reduction any more",
+        file="live/pieces/piece.py",
+        old="lambda one: (one[0][1].key.modes, one[1])",
+        new="lambda one: (one[0][1].key.modes, 0)",
+        tests=(f"{LIVE_REDUCED}[two_backwards-False-True]",),
+    ),
+    Mutation(
+        name="recorded_backwards_reduce_nothing",
+        what="a second backward in a live step is recorded as if the one before would reduce nothing",
+        file="live/pieces/recorded_calls.py",
+        old="        ddp.note_reduced(record.reduces)\n",
+        new="",
+        tests=(f"{LIVE_REDUCED}[a_second_backward-False-True]",),
+    ),
+    Mutation(
+        name="live_steps_reduce_what_is_in_no_wrapper",
+        what="a live step reduces gradients of what did not train when its module was wrapped",
+        file="live/peers.py",
+        old="id(one.tensor) in self.managed and not ddp.stays_local(one.tensor)",
+        new="not ddp.stays_local(one.tensor)",
+        tests=(f"{LIVE_REDUCED}[unfrozen_later-False-True]",),
+    ),
+    Mutation(
+        name="wrappers_are_those_of_the_first_call",
+        what="a live step keeps the wrappers of its first call",
+        file="live/peers.py",
+        old="            self.wrapped = replace(self.wrapped, reduced=ddp.managed(wrappers))",
+        new="            pass",
+        tests=(f"{LIVE_REDUCED}[wrapped_anew-False-True]",),
+    ),
+    Mutation(
+        name="live_writes_to_buffers_not_noted",
+        what="an evaluation behind a live step does not know that ranks hold other buffers",
+        file="live/peers.py",
+        old="        if self.strategy.broadcast_buffers:\n",
+        new="        if False:\n",
+        tests=(f"{LIVE_REDUCED}[compiled_evaluations-False-True]",),
+    ),
+    Mutation(
+        name="pieces_broadcast_buffers",
+        what="a piece gives buffers the values of the first rank, whatever the last forward was",
+        file="live/peers.py",
+        old="        return replace(self.strategy, sync_at_start=False, broadcast_buffers=False)",
+        new="        return self.strategy",
+        tests=(f"{LIVE_REDUCED}[micro_batches_by_call-False-True]",),
+    ),
+    Mutation(
+        name="buffers_travel_once_a_call",
+        what="a second forward of a wrapper keeps the buffers of each rank",
+        file="capture/wrappers/ddp.py",
+        old="        if awaited_last.get(id(wrapper)):",
+        new="        if False:",
+        tests=(f"{REDUCED}[evaluations_in_the_step]",),
+    ),
+    Mutation(
+        name="graphs_lose_their_buffers",
+        what="buffers that travel again are written in a way that ends graphs which have saved them",
+        file="capture/wrappers/ddp.py",
+        old="                buffer.data.copy_(",
+        new="                buffer.copy_(",
+        tests=(f"{REDUCED}[two_forwards]",),
+    ),
+    Mutation(
+        name="own_hooks_silenced",
+        what="a wrapper whose hook no piece can run is silent in a live step",
+        file="live/live_step.py",
+        old="nullcontext() if self._runs_eagerly else silent_forwards(frozenset())",
+        new="silent_forwards(frozenset())",
+        tests=(f"{NO_GRAPH}[hooked-DistributedDataParallel reduces-True]",),
     ),
 )

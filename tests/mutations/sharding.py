@@ -315,7 +315,7 @@ SHARDING_MUTATIONS = (
     Mutation(
         name="pieces_shard_what_they_reach",
         what="a piece replaces parameters that Python holds by shards, in the midst of a call",
-        file="api/stages.py",
+        file="api/compiled_step.py",
         old="    shards = False  # its Python holds the tensors\n",
         new="",
         tests=("tests/ranks/sharding/test_live_modules.py::test_modules_do_what_whole_ones_do[learns_from_a_copy]",),

@@ -20,10 +20,10 @@ from wholestep.api.report.explain import explain
 from wholestep.api.report.live_explanation import LiveExplanation, explain_live
 from wholestep.api.report.records import CacheInfo, Explanation
 from wholestep.api.report.size_report import size_report
-from wholestep.api.stages import Entry, PieceStages, Stages
+from wholestep.api.stages import Entry, Stages
 from wholestep.capture.guards.fast_guards import FastCall
 from wholestep.capture.python.tracing_thread import is_capturing
-from wholestep.config import DDP, Strategy
+from wholestep.config import DDP
 from wholestep.errors import (
     ArtifactError,
     CaptureError,
@@ -35,12 +35,14 @@ from wholestep.errors import (
 from wholestep.ir.ops.assertions import is_of_check
 from wholestep.ir.program import MeshAxis, Program, Stage
 from wholestep.live.live_step import LiveStep
+from wholestep.live.peers import Peers
 from wholestep.live.recording.handle import CURRENT
 from wholestep.runtime.checkpoint.optimizers import LayoutOf, cut_like_parameter
 from wholestep.runtime.distributed.world import init
 from wholestep.runtime.options import Options, data_axes
 from wholestep.runtime.verify.verification import Verification
 from wholestep.runtime.verify.verify import Subject, Trial, verify
+from wholestep.runtime.wrapped_strategy import WrappedStrategy
 from wholestep.util.forget_frames import forget_frames
 
 log = logging.getLogger("wholestep")
@@ -120,23 +122,21 @@ class CompiledStep:
     def _go_live(self, refusal: WholestepError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs this call and all later ones with the step's own Python, since it was refused as one graph."""
         try:
-            peers = self._stages.peers(args, kwargs)
+            peers, why = self._stages.peers(args, kwargs), self._stages.runs_eagerly
         except CaptureError as error:
             raise refusal from error
         reason = str(refusal)
-        compile_piece = functools.partial(self._compile_piece, strategy=peers.strategy if peers else None)
-        has_pieces = not self._stages.is_parallel
-        live = LiveStep(self._step, self._stages.name, reason, compile_piece, peers, has_pieces=has_pieces)
+        compile_piece = functools.partial(self._compile_piece, peers=peers)
+        live = LiveStep(self._step, self._stages.name, reason, compile_piece, peers, runs_eagerly=why)
         result = live(args, kwargs)  # an error of the step's own leaves it as it was
         self._live = live
         log.info("%s is live, its Python runs at every call: %s", self._stages.name, reason)
         return result
 
-    def _compile_piece(
-        self, function: Callable[..., Any], number: int, strategy: Strategy | None = None
-    ) -> CompiledStep:
-        strategy = strategy or self._options.strategy
-        stages = functools.partial(PieceStages, wrapped=self._stages.wrapped, number=number)
+    def _compile_piece(self, function: Callable[..., Any], number: int, peers: Peers | None = None) -> CompiledStep:
+        strategy = self._options.strategy if peers is None else peers.piece_strategy
+        wrapped = self._stages.wrapped if peers is None else peers.wrapped
+        stages = functools.partial(PieceStages, wrapped=wrapped, number=number)
         return CompiledStep(function, replace(self._options, fullgraph=True, strategy=strategy, pad={}), stages=stages)
 
     def __get__(self, instance: Any, owner: type | None = None) -> CompiledStep:
@@ -300,3 +300,16 @@ class CompiledStep:
             )
         last: Entry = piece._last()
         return last
+
+
+class PieceStages(Stages):
+    """The stages of a piece of a live step. Its function is made anew in every process, so nothing is cached."""
+
+    uses_cache = False
+    adopts_wrappers = False  # the live step has
+    shards = False  # its Python holds the tensors
+
+    def __init__(self, *args: Any, wrapped: WrappedStrategy | None, **kwargs: Any) -> None:
+        """`wrapped`: that of the live step."""
+        super().__init__(*args, **kwargs)
+        self.wrapped = wrapped

@@ -139,7 +139,12 @@ class Stages:
             report_stage("capturing")
             captured = self.capture(args, kwargs)
         with captured.undone_on_error():
-            return self.plan(captured, lookup)
+            try:
+                return self.plan(captured, lookup)
+            except RankMismatchError as error:
+                if self.is_parallel or self.wrapped is not None:  # all ranks know, and modules can do without
+                    raise CaptureError(f"{self.name} is another graph on each rank.") from error
+                raise
 
     def reshard(self) -> None:
         """Drops parameters that an eager forward without a backward has left gathered: a step makes them stale."""
@@ -214,12 +219,7 @@ class Stages:
         """Compares the plan of all ranks; returns its text. Raises RankMismatchError, RankMissingError."""
         state = describe_state(scheduled) + (f"{self.compression}\n" if self.compression is not None else "")
         plan = plan_text(scheduled) + state
-        try:
-            self.rendezvous.agree(plan, lambda: plan_text(scheduled, by_rank=True) + state, world)
-        except RankMismatchError as error:
-            if self.is_parallel:  # all ranks know
-                raise CaptureError(f"{self.name} has DTensors, and is another graph on each rank.") from error
-            raise
+        self.rendezvous.agree(plan, lambda: plan_text(scheduled, by_rank=True) + state, world)
         return plan
 
     def _broadcast_state(self, program: Program, binding: Binding, world: World) -> BufferSync | None:
@@ -240,11 +240,13 @@ class Stages:
         world, axes = init(), data_axes(init(), self.options.mesh)
         self._leave_alone((s.kind, s.name, s.tensor) for s in collect(find_reachable(self.step, args, kwargs)).slots)
         strategy = self._strategy(world)
-        if self.is_parallel:
-            log.warning("%s is live and has DTensors: it runs as eager code, and its modules communicate.", self.name)
+        if strategy is not None and (why_not := Peers.why_not(strategy)) and self.wrapped is None:
+            raise CaptureError(why_not)
+        if self.runs_eagerly:
+            log.warning("%s is live. %s", self.name, self.runs_eagerly)
+            return None
         if strategy is None or all(axis.size == 1 for axis in axes):
             return None
-        Peers.check(strategy)
         self.rendezvous.agree(f"{self.name} is live", lambda: "", world)
         nccl_connect.wait()
         live, note = live_strategy(self.step, args, kwargs, strategy), live_note(strategy, axes)
@@ -252,6 +254,14 @@ class Stages:
         if peers.note:
             log.warning("%s is live. %s", self.name, peers.note)
         return peers
+
+    @property
+    def runs_eagerly(self) -> str:
+        """Why the modules of a live step communicate by themselves; empty if pieces do."""
+        if self.is_parallel:
+            return "It has DTensors: it runs as eager code, and its modules communicate."
+        why = Peers.why_not(self.options.strategy) if self.wrapped is not None and self.options.strategy else ""
+        return f"{why} It runs as eager code, and DistributedDataParallel reduces, with its own hook." if why else ""
 
     # What an entry is planned with.
 
@@ -385,16 +395,3 @@ class Stages:
             lookup=entry.lookup, captured=entry.captured, programs=entry.programs, plan=entry.plan,
             choices=self.rendezvous.choices, kernels=self.backend.dump_kernels(entry.programs[Stage.SCHEDULED]),
         )  # fmt: skip
-
-
-class PieceStages(Stages):
-    """The stages of a piece of a live step. Its function is made anew in every process, so nothing is cached."""
-
-    uses_cache = False
-    adopts_wrappers = False  # the live step has
-    shards = False  # its Python holds the tensors
-
-    def __init__(self, *args: Any, wrapped: WrappedStrategy | None, **kwargs: Any) -> None:
-        """`wrapped`: that of the live step."""
-        super().__init__(*args, **kwargs)
-        self.wrapped = wrapped

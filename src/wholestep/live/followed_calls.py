@@ -127,7 +127,7 @@ class FollowedCalls(PendingCalls, ABC):
         if snapshot is not None:
             self.snapshots[number] = snapshot
             tensors.note_state(snapshot)
-        self.records.append(record)
+        self.take(record)
         output = record.outputs[0]
         result = None if output is None else tensors.note_value(self._made(output), (number, 0))
         self._run_what_others_see(record)

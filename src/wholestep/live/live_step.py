@@ -98,11 +98,11 @@ class LiveStep:
         compile_piece: Callable[[Callable[..., Any], int], Any],
         peers: Peers | None = None,
         *,
-        has_pieces: bool = True,
+        runs_eagerly: str = "",
     ) -> None:
         """`name` goes into the names of pieces, `reason` says why the step is live. `peers` of several ranks.
 
-        `has_pieces`: whether recorded calls may run as graphs.
+        `runs_eagerly`: why its modules communicate by themselves, so that all is eager code; empty if they do not.
         """
         self.name, self.reason = name, reason
         self.stats = LiveStats()
@@ -111,7 +111,8 @@ class LiveStep:
         self._paths = Paths()
         self._pieces: dict[tuple[Path, PieceSpec], CompiledPiece] = {}
         self._last: CompiledPiece | None = None
-        self._has_pieces = has_pieces and (peers is None or peers.runs_pieces)
+        self._runs_eagerly = runs_eagerly
+        self._has_pieces = not runs_eagerly and (peers is None or peers.runs_pieces)
         self._scopes: list[dict[str, Any]] | None = None
         """Globals of the user's code that names ``type``; None before the first call."""
         self._eager_calls = 0
@@ -125,7 +126,7 @@ class LiveStep:
     @property
     def note(self) -> str:
         """What the strategy does in a live step; empty where that is what it always does."""
-        return self._peers.note if self._peers is not None else ""
+        return self._peers.note if self._peers is not None else self._runs_eagerly
 
     @property
     def pieces(self) -> list[CompiledPiece]:
@@ -150,15 +151,12 @@ class LiveStep:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call: the user's function runs."""
         self.stats.calls += 1
-        with silent_forwards(self._peers.managed if self._peers is not None else frozenset()):
-            return self._called_among_peers(args, kwargs)
-
-    def _called_among_peers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         peers = self._peers
         if peers is None:
-            return self._called(args, kwargs)
+            with nullcontext() if self._runs_eagerly else silent_forwards(frozenset()):
+                return self._called(args, kwargs)
         peers.begin(args, kwargs, f"{self.name}, live call {self.stats.calls}")
-        with peers.reducing():
+        with silent_forwards(peers.managed), peers.reducing():
             result = self._called(args, kwargs)
         peers.meet(Event(ENDS))
         return result

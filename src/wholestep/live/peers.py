@@ -16,7 +16,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from wholestep.ir.ops.collectives import group_named
 from wholestep.ir.program import InputKind, MeshAxis
 from wholestep.live.cached_walk import CachedWalk
 from wholestep.live.sharded_parameters import ShardedParameters, all_reduced, from_all_ranks
-from wholestep.runtime.buffer_sync import broadcast_over
+from wholestep.runtime.buffer_sync import broadcast_over, may_differ
 from wholestep.runtime.distributed.failure_report import named_failures
 from wholestep.runtime.distributed.process_group import carries_host_tensors
 from wholestep.runtime.distributed.world import World
@@ -82,7 +82,7 @@ class Peers:
         self.strategy = strategy
         self.computes_whole = isinstance(strategy, FSDP) and wrapped is None
         """Whether Python computes with whole tensors in the place of shards."""
-        self.note, self.managed = note, frozenset[int]() if wrapped is None else wrapped.managed
+        self.note, self.wrapped = note, wrapped
         self._axes, self._world = axes, world
         on_host = all(carries_host_tensors(group_named(axis.group)) for axis in axes)
         self._meets_on = torch.device("cpu") if on_host else world.device
@@ -103,11 +103,22 @@ class Peers:
         """The whole tensor that this rank has asked for."""
 
     @staticmethod
-    def check(strategy: Strategy) -> None:
-        """Raises CaptureError for a strategy that only a graph can carry out."""
+    def why_not(strategy: Strategy) -> str:
+        """Why only a single graph can carry out a strategy; empty if a live step can."""
         compress = strategy.compress if isinstance(strategy, DDP) else None
-        if compress is not None and not isinstance(compress, CastCompress):
-            raise CaptureError(f"{type(compress).__name__} keeps state for the buckets of a single graph.")
+        if compress is None or isinstance(compress, CastCompress):
+            return ""
+        return f"{type(compress).__name__} works on the buckets of a single graph."
+
+    @property
+    def managed(self) -> frozenset[int]:
+        """ids of the parameters whose gradients DistributedDataParallel reduces."""
+        return frozenset() if self.wrapped is None else self.wrapped.managed
+
+    @property
+    def piece_strategy(self) -> Strategy:
+        """That of pieces: what ranks have to have alike at the start of a call they have by then."""
+        return replace(self.strategy, sync_at_start=False, broadcast_buffers=False)
 
     @property
     def runs_pieces(self) -> bool:
@@ -119,6 +130,9 @@ class Peers:
         self._call_name, self._parted = (lambda: call_name), None
         reached = self.walk.reached(args, kwargs)
         self._state, self._roots = reached.state, reached.roots
+        wrappers = [wrapper for _, wrapper in reached.found.wrappers.values()]
+        if self.wrapped is not None and isinstance(self.strategy, DDP):
+            self.wrapped = replace(self.wrapped, reduced=ddp.managed(wrappers))
         self.shards.begin(self._state.params)
         for module in reached.sharded:
             module.reshard()  # what an eager forward has left gathered would be stale behind a piece
@@ -127,12 +141,14 @@ class Peers:
         chosen = [slot for slot in self._state.of_kind(*kinds) if not is_sharded(slot.tensor)]
         own = self.strategy.ignore if self._is_equal else ()
         tensors = [slot.tensor for slot in chosen if slot.name not in own]
-        if wrappers := reached.found.wrappers:
-            synced = (one for _, wrapper in wrappers.values() for one in ddp.synced_buffers(wrapper))
+        if wrappers:
+            synced = (one for wrapper in wrappers for one in ddp.synced_buffers(wrapper))
             tensors = [*{id(one): one for one in synced}.values()]
         if tensors:
             with self._failures_named():
                 broadcast_over(tensors, self._axes)
+        if self.strategy.broadcast_buffers:
+            may_differ(one.tensor for one in self._state.of_kind(InputKind.BUFFER) if not is_sharded(one.tensor))
         self._is_equal = True
 
     def meet(self, event: Event) -> bool:
@@ -277,15 +293,10 @@ class Peers:
         return grads
 
     def _reduced_params(self) -> list[Any]:
-        ignored = set(self.strategy.ignore)
-        return [
-            slot
-            for slot in self._state.params
-            if slot.tensor.requires_grad
-            and slot.name not in ignored
-            and not is_sharded(slot.tensor)
-            and not ddp.stays_local(slot.tensor)
-        ]
+        trained = [one for one in self._state.params if one.tensor.requires_grad and not is_sharded(one.tensor)]
+        if self.wrapped is not None and isinstance(self.strategy, DDP):  # what is in no wrapper stays local
+            return [one for one in trained if id(one.tensor) in self.managed and not ddp.stays_local(one.tensor)]
+        return [one for one in trained if one.name not in self.strategy.ignore]
 
     def _reduce(self, grads: Iterable[torch.Tensor]) -> None:
         """In place, one message for each dtype; the arithmetic is that of the placed graph."""

@@ -302,7 +302,7 @@ class Run(FollowedCalls):
 
     def _recorded(self, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
         number = len(self.records)
-        self.records.append(record)
+        self.take(record)
         if self._speculation is not None:
             return self._from_speculation(self._speculation, record, args, kwargs, leaves)
         self._draws.take(record.drawn)

@@ -23,6 +23,11 @@ _may_differ: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 """Buffers that a step of this process wrote since they were last equal on all ranks, by id."""
 
 
+def may_differ(buffers: Iterable[torch.Tensor]) -> None:
+    """A step is about to run that may write to these buffers, the same ones on every rank."""
+    _may_differ.update((id(buffer), buffer) for buffer in buffers)
+
+
 class StateBroadcast:
     """Gives tensors of the state the values of the first rank, each tensor once."""
 
@@ -71,8 +76,7 @@ class BufferSync:
         stale = [tensor for tensor in self._read if id(tensor) in _may_differ] if _may_differ else []
         if stale:
             broadcast_over(stale, self._axes)
-        for tensor in self._written:
-            _may_differ[id(tensor)] = tensor
+        may_differ(self._written)
 
 
 def broadcast_over(tensors: list[torch.Tensor], axes: tuple[MeshAxis, ...]) -> None:

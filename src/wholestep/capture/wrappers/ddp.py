@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -129,7 +130,19 @@ def _is_among(tensor: torch.Tensor, others: list[torch.Tensor]) -> bool:
 
 def managed(wrappers: Iterable[DistributedDataParallel]) -> frozenset[int]:
     """ids of the parameters whose gradients these wrappers reduce."""
-    return frozenset(id(param) for wrapper in wrappers for param in reduced_parameters(wrapper))
+    return frozenset[int]().union(*map(_reduced, wrappers))
+
+
+def _reduced(wrapper: DistributedDataParallel) -> frozenset[int]:
+    """Those of one, which are asked of its reducer once, and are there as long as it is."""
+    reducer, found = _known.get(wrapper, (None, frozenset[int]()))
+    if reducer is not wrapper.reducer:
+        found = frozenset(map(id, reduced_parameters(wrapper)))
+        _known[wrapper] = wrapper.reducer, found
+    return found
+
+
+_known: WeakKeyDictionary[DistributedDataParallel, tuple[Any, frozenset[int]]] = WeakKeyDictionary()
 
 
 def facts_of_reducer(wrapper: DistributedDataParallel) -> dict[str, Any]:
@@ -185,6 +198,11 @@ def note_gradient(param: torch.Tensor) -> None:
         _account.came |= {id(param)}
 
 
+def note_reduced(params: frozenset[int]) -> None:
+    """The next backward to run reduces gradients of these parameters: behind it they are awaited no more."""
+    _account.awaited -= params
+
+
 @contextmanager
 def a_backward() -> Iterator[None]:
     """Around a backward: what it reduces is awaited no more behind the outermost one."""
@@ -203,9 +221,13 @@ def synced_buffers(wrapper: DistributedDataParallel) -> list[torch.Tensor]:
 
     In evaluation, where none is written, those that any forward does: they travel if they were written before.
     """
-    if not wrapper.broadcast_buffers or (wrapper.training and not getattr(wrapper, FORWARD_KEY)):
-        return []
-    return [one for name, one in wrapper.module.named_buffers() if name not in wrapper.parameters_to_ignore]
+    return [] if wrapper.training and not getattr(wrapper, FORWARD_KEY) else _broadcast_buffers(wrapper)
+
+
+def _broadcast_buffers(wrapper: DistributedDataParallel) -> list[torch.Tensor]:
+    """Those that a wrapper broadcasts at all."""
+    named = wrapper.module.named_buffers() if wrapper.broadcast_buffers else ()
+    return [one for name, one in named if name not in wrapper.parameters_to_ignore]
 
 
 def settings_of_trace(wrapper: DistributedDataParallel) -> tuple[str, ...]:
@@ -239,6 +261,19 @@ def _note_forward(wrapper: DistributedDataParallel) -> None:
         _account.awaited |= {id(param) for param in wrapper.module.parameters()} & _account.managed
 
 
+def _sync_buffers(wrapper: DistributedDataParallel) -> None:
+    """Gives buffers the values of the first rank, as a forward does behind one that a reduction follows."""
+    group, by_dtype = wrapper.process_group, dict[torch.dtype, list[torch.Tensor]]()
+    for buffer in _broadcast_buffers(wrapper):
+        by_dtype.setdefault(buffer.dtype, []).append(buffer)
+    with torch.no_grad():
+        for buffers in by_dtype.values():
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            dist.broadcast(flat, dist.get_global_rank(group, 0), group=group)
+            for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+                buffer.data.copy_(part.view(buffer.shape))  # graphs that have saved it may go on
+
+
 @contextmanager
 def silent_forwards(
     params: frozenset[int], note: Callable[[DistributedDataParallel, bool], None] = set_awaited
@@ -250,10 +285,13 @@ def silent_forwards(
             around this one stay so.
         note: called behind a forward, with the wrapper and whether a reduction follows; see `set_awaited`.
     """
-    original = DistributedDataParallel.forward
+    original, awaited_last = DistributedDataParallel.forward, dict[int, bool]()
 
     def forward(wrapper: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
         _note_forward(wrapper)
+        if awaited_last.get(id(wrapper)):
+            _sync_buffers(wrapper)
+        awaited_last[id(wrapper)] = _is_awaited(wrapper)
         if wrapper.device_ids:
             device = torch.device(wrapper.device_type, wrapper.device_ids[0])
             leaves, spec = tree_util.flatten((inputs, kwargs))

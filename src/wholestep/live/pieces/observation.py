@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from wholestep.capture.wrappers import ddp
 from wholestep.ir.dtensor.shards import is_sharded
 from wholestep.live.opaque.functions import acts_on_parameters
 from wholestep.live.opaque.modules import OpaqueModule
@@ -51,6 +52,8 @@ class Observation:
     """Whether arguments have other gradients behind it, or what it has written to is on the memory of gradients."""
     frees: frozenset[Value]
     """Of a backward: the values that somebody holds and whose graph is freed behind it."""
+    reduces: frozenset[int]
+    """Of a backward: ids of the parameters whose gradients wrappers have reduced in it."""
     state: OptimizerSnapshot | None
     """Of the optimizer that it has stepped, behind the step."""
 
@@ -61,8 +64,8 @@ class Observation:
             self.structure, drawn=self.drawn, line=line,
             state_entries=0 if self.state is None else self.state.num_entries,
             writes=tuple(number for number, leaf in enumerate(leaves) if any(leaf is one for one in self.written)),
-            writes_to=self.writes_to, writes_grads=self.writes_grads, frees=self.frees, num_externals=num_externals,
-            is_pointwise=self.is_pointwise,
+            writes_to=self.writes_to, writes_grads=self.writes_grads, frees=self.frees,
+            reduces=self.reduces, num_externals=num_externals, is_pointwise=self.is_pointwise,
         )  # fmt: skip
 
 
@@ -71,7 +74,7 @@ def observe(
 ) -> Observation:
     """Executes a call with these leaves of arguments, in a run with these tensors."""
     observer, kinds, contents, grads = Observer(), _kinds(leaves), _contents(leaves), _grads(leaves)
-    optimizer = next((leaf for leaf in leaves if isinstance(leaf, Optimizer)), None)
+    optimizer, awaited = next((leaf for leaf in leaves if isinstance(leaf, Optimizer)), None), ddp.awaited()
     with observer if optimizer is None else nullcontext():  # optimizers of torch read numbers of their own
         result = execute(function, args, kwargs)
     results, structure = flat_result(function, result)
@@ -85,6 +88,7 @@ def observe(
         written=written, writes_to=tensors.on_memory_of(written),
         writes_grads=any(is_leaf(one) and _grad(one) != was for one, was in grads) or tensors.is_gradient(written),
         frees=freed_graphs(tensors.alive()) if function in BACKWARDS else frozenset(),
+        reduces=awaited - ddp.awaited() if function in BACKWARDS else frozenset(),
         state=None if optimizer is None else OptimizerSnapshot.of(optimizer),
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ import types
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from wholestep.live.opaque.modules import OpaqueModule
 from wholestep.live.recording.modes import block_of, casts_kept, has_casts, under
-from wholestep.live.recording.path import SIZE_VARIES, VARIES, Path
+from wholestep.live.recording.path import BACKWARDS, SIZE_VARIES, VARIES, Path
 from wholestep.live.recording.record import CONSTANT, EXTERNAL, NUMBER, VALUE, Operand, Record, Value
 from wholestep.live.recording.structure import LEAF, Structure, rebuilt
 
@@ -109,9 +109,12 @@ class _Writer:
         if any(has_casts(record.key.modes) for _, record in records):
             self._lines.append(f"{begin}with casts_kept(None):")
             begin += "    "
-        for modes, group in groupby(records, lambda one: one[1].key.modes):
+        backwards = accumulate((record.key.function in BACKWARDS for _, record in records), initial=0)
+        numbered = zip(records, backwards, strict=False)
+        # What a backward reduces is awaited no more, so the modes are set anew behind it.
+        for (modes, _), group in groupby(numbered, lambda one: (one[0][1].key.modes, one[1])):
             self._lines.append(f"{begin}with modes({self._constant(modes)}):")
-            for number, record in group:
+            for (number, record), _ in group:
                 self._lines.append(f"{begin}    {self._statement(number)}  # {record.line}")
 
     def _compiled(self, source: str) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from wholestep.capture.python.user_frame import current_line
+from wholestep.capture.wrappers import ddp
 from wholestep.live.opaque.modules import OpaqueModule
 from wholestep.live.pieces.observation import flat_result
 from wholestep.live.pieces.tensors import TensorTable
@@ -50,6 +51,11 @@ class RecordedCalls:
             {value for value, one in tensors.alive().items() if one.requires_grad},
             asked_grads(self.records, tensors.had_grad),
         )  # fmt: skip
+
+    def take(self, record: Record) -> None:
+        """A call that follows a path is recorded, to run later. What it will reduce is awaited no more."""
+        self.records.append(record)
+        ddp.note_reduced(record.reduces)
 
     def replay_all(
         self, numbers: Iterable[int], handles: dict[Value, torch.Tensor], results: dict[Value, torch.Tensor]

@@ -133,6 +133,8 @@ class Record:
     """``train.py:12``, where the user's code made it."""
     frees: frozenset[Value] = field(default=frozenset(), compare=False)
     """Of a backward: the values whose graph it was seen to free, of those that somebody held."""
+    reduces: frozenset[int] = field(default=frozenset(), compare=False)
+    """Of a backward: ids of the parameters whose gradients a DistributedDataParallel was seen to reduce in it."""
     is_pointwise: bool = field(default=False, compare=False)
     """Whether it was seen to be pointwise, so that its numbers decide no shape."""
     num_externals: int = field(default=0, compare=False)
