@@ -258,8 +258,9 @@ def two_backwards(make: Make) -> list[Tensor]:
     loop = Loop(plain())
 
     def step(x: Tensor, y: Tensor) -> None:
+        other = 2 * x
         loss_of(loop.model, x, y).backward()
-        loss_of(loop.model, 2 * x, y).backward()
+        loss_of(loop.model, other, y).backward()
         loop.update()
 
     step = make(step)
