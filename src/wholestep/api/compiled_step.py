@@ -67,7 +67,7 @@ class CompiledStep:
         self._padding = Padding(step, options.pad) if options.pad else None
         self._dispatcher = Dispatcher(self._stages, self._stats, self._padding)
         self._fast_call: FastCall | None = None
-        """`Dispatcher.fast_call`, one attribute nearer."""
+        """`Dispatcher.fast_call`, one attribute nearer; None where arguments are padded first."""
         self._bound: WeakKeyDictionary[Any, CompiledStep] = WeakKeyDictionary()
         self._live: LiveStep | None = None
         """How calls run once the step was refused as one graph."""
@@ -79,11 +79,6 @@ class CompiledStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step: on a captured graph if one holds for this call, else the step is captured first."""
-        if self._padding is not None:
-            return self._padding.call(self._called, args, kwargs)
-        return self._called(args, kwargs)
-
-    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         fast_call = self._fast_call
         try:
             if fast_call is not None and (result := fast_call(args, kwargs)) is not fast_call:
@@ -102,6 +97,17 @@ class CompiledStep:
         return None if result is fast_call else result
 
     def _dispatched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._padding is not None:
+            return self._padding.call(self._dispatched_padded, args, kwargs)
+        return self._dispatched_as_is(args, kwargs)
+
+    def _dispatched_padded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        fast_call = self._dispatcher.fast_call if self._live is None else None
+        if fast_call is not None and (result := fast_call(args, kwargs)) is not fast_call:
+            return result
+        return self._dispatched_as_is(args, kwargs)
+
+    def _dispatched_as_is(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_capturing() or CURRENT.run is not None:  # one compiled step inside another: part of the outer one
             return self._step(*args, **kwargs)
         if self._live is not None:
@@ -114,7 +120,7 @@ class CompiledStep:
                 raise
             refusal = error
         else:
-            self._fast_call = self._dispatcher.fast_call
+            self._fast_call = self._dispatcher.fast_call if self._padding is None else None
             return result
         forget_frames(refusal)  # of a trace, which knows tensors of the user's
         return self._go_live(refusal, args, kwargs)

@@ -167,9 +167,9 @@ struct FunctionRecord {
 struct ObjectRecord {
   PyObject *object, *type, *dict;
   long number;
+  PyObject** place = _PyObject_GetDictPtr(object);  // of the dict: where it is as long as the class is the same
   bool holds() const {
     if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != type) return false;
-    PyObject** place = _PyObject_GetDictPtr(object);
     return (place == nullptr ? nullptr : *place) == dict;
   }
 };

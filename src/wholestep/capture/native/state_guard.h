@@ -22,6 +22,7 @@ namespace wholestep {
 
 constexpr long TENSORS = -1, MODES = -2;  // numbers that changed() gives besides those of containers
 constexpr size_t AHEAD = 4;               // how many records ahead the processor prefetches
+constexpr size_t FAR_AHEAD = 16;          // the same where little is compared of each
 
 // Inlined by force: GCC takes a function that only fetches for one without effect, and drops calls of it.
 [[gnu::always_inline]] inline void fetch(const void* address, ptrdiff_t offset) {
@@ -291,6 +292,7 @@ class StateGuard {
       }
     }
     std::sort(dicts.begin(), dicts.end());  // neighbours in memory one after another
+    std::sort(objects_.begin(), objects_.end(), [](const auto& a, const auto& b) { return a.object < b.object; });
     for (const auto& [dict, number] : dicts) dicts_.add(dict, number);
   }
 
@@ -313,8 +315,14 @@ class StateGuard {
       if (PyCell_GET(cell) != held) changed_.push_back(number);
     for (const auto& one : functions_)
       if (!one.holds()) changed_.push_back(one.number);
-    for (const auto& one : objects_)
-      if (!one.holds()) changed_.push_back(one.number);
+    const size_t count = objects_.size();
+    for (size_t i = 0; i < count; ++i) {
+      if (i + FAR_AHEAD < count) {
+        fetch(objects_[i + FAR_AHEAD].object, offsetof(PyObject, ob_type));
+        fetch(objects_[i + FAR_AHEAD].place, 0);
+      }
+      if (!objects_[i].holds()) changed_.push_back(objects_[i].number);
+    }
   }
 
   [[gnu::always_inline]] static bool holds(const TensorRecord& record, const Kind& kind) {
