@@ -516,6 +516,6 @@ CAPTURE_MUTATIONS = (
         file="live/live_step.py",
         old="nullcontext() if self._runs_eagerly else silent_forwards(frozenset())",
         new="silent_forwards(frozenset())",
-        tests=(f"{NO_GRAPH}[hooked-DistributedDataParallel reduces-True]",),
+        tests=(f"{NO_GRAPH}[hooked-its modules communicate-True]",),
     ),
 )

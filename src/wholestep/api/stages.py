@@ -117,10 +117,10 @@ class Stages:
         self._given = options
         """What the user chose, where modules bring a strategy with them: `wrapped`."""
         self.wrapped: WrappedStrategy | None = None
-        self._fully_sharded: list[FSDPModule] = []
-        self._is_adopted = False  # whether modules were asked for the strategy that they bring
+        self._fully_sharded, self._is_adopted = list[FSDPModule](), False  # whether modules were asked what they bring
         self._memory: dict[str, Any] | None = None
         """Of compressed communication, read before it was known whether modules bring a strategy that has any."""
+        self._kept_by_modules = ""  # what no graph keeps, in words
         self.is_parallel = False
         """Whether modules communicate by themselves, so that no strategy does; and a live step has no pieces then."""
 
@@ -258,10 +258,9 @@ class Stages:
     @property
     def runs_eagerly(self) -> str:
         """Why the modules of a live step communicate by themselves; empty if pieces do."""
-        if self.is_parallel:
-            return "It has DTensors: it runs as eager code, and its modules communicate."
-        why = Peers.why_not(self.options.strategy) if self.wrapped is not None and self.options.strategy else ""
-        return f"{why} It runs as eager code, and DistributedDataParallel reduces, with its own hook." if why else ""
+        hook = "" if self.wrapped is None else Peers.why_not(self.wrapped.strategy)
+        why = "It has DTensors." if self.is_parallel else self._kept_by_modules or hook
+        return f"{why} It runs as eager code, and its modules communicate." if why else ""
 
     # What an entry is planned with.
 
@@ -317,7 +316,11 @@ class Stages:
         self.is_parallel = wrapped_strategy.is_tensor_parallel(found, self._given.strategy)
         if self.is_parallel:
             return True
-        wrapped = wrapped_strategy.wrapped_strategy(found, self._given.strategy, world)
+        try:
+            wrapped = wrapped_strategy.wrapped_strategy(found, self._given.strategy, world)
+        except CaptureError as error:
+            self._kept_by_modules = str(error)
+            raise
         if wrapped is None:
             return False
         if self.wrapped is None or _compress(wrapped.strategy) != _compress(self.wrapped.strategy):

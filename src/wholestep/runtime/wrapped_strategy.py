@@ -18,7 +18,7 @@ from wholestep.capture.reach.reachable import Reachable
 from wholestep.capture.reach.train_state import collect, parallel_parameters
 from wholestep.capture.wrappers import ddp, fully_shard_settings
 from wholestep.config import DDP, FSDP, CastCompress, CommHook, Compress, PowerSGD, Strategy
-from wholestep.errors import ConfigError
+from wholestep.errors import CaptureError, ConfigError
 from wholestep.ir.dtensor.shards import is_sharded
 from wholestep.ir.program import InputKind
 from wholestep.runtime.distributed.world import World
@@ -65,12 +65,13 @@ def wrapped_strategy(found: Reachable, given: Strategy | None, world: World) -> 
     """The strategy that a step brings in its modules; None where they are plain, or sharded for `given`.
 
     Raises:
-        ConfigError: for wrappers that contradict each other or `given`, and for settings that no graph can keep.
+        CaptureError: for wrappers that contradict each other, and for settings that no graph keeps.
+        ConfigError: for wrappers that contradict `given`.
     """
     sharded = [one for name, root in found.modules.values() for one in fully_shard_settings.settings_of(name, root)]
     if found.wrappers and sharded:
         names = [name for name, _ in found.wrappers.values()]
-        raise ConfigError(f"{names} are DistributedDataParallel, and other modules of the step are sharded. Use one.")
+        raise CaptureError(f"{names} are DistributedDataParallel, and other modules of the step are sharded. Use one.")
     if not found.wrappers and (not sharded or isinstance(given, FSDP)):
         return None
     if given is not None:
@@ -87,7 +88,7 @@ def _of_wrappers(found: Reachable, world: World) -> WrappedStrategy:
     (first, one), *others = settings.items()
     for name, other in others:
         if other != one:
-            raise ConfigError(
+            raise CaptureError(
                 f"{first} and {name} are DistributedDataParallel with other settings: {one} and {other}. The graph of "
                 f"a step has one strategy. Wrap them alike, but for buffers and what they ignore, or step them in two."
             )
@@ -106,7 +107,7 @@ def _of_sharded(found: Reachable, settings: list[fully_shard_settings.FullyShard
     one = settings[0]
     for other in settings[1:]:
         if (other.mesh, other.mp_policy, other.sums) != (one.mesh, one.mp_policy, one.sums):
-            raise ConfigError(
+            raise CaptureError(
                 f"Modules of the step were given to fully_shard with other meshes, policies or divide factors: {one} "
                 f"and {other}. The graph of a step has one strategy: shard them alike."
             )

@@ -367,16 +367,59 @@ def two_wrappers(settings: dict[str, Any]) -> None:
 def refusals() -> None:
     x, y = batches(1)[0]
     module, opt = wrapped(net())
-    compiled = ws.compile(train)
-    compiled(module, opt, x, y)
-    with module.join(), pytest.raises(ws.ConfigError, match=r"is inside of join\(\)"):
-        compiled(module, opt, x, y)
     with pytest.raises(ws.ConfigError, match=r"too\. Leave strategy out"):
         ws.compile(train, strategy=ws.DDP())(module, opt, x, y)
     two_wrappers({})
-    with pytest.raises(ws.ConfigError, match="with other settings"):
+    with pytest.raises(ws.CaptureError, match="with other settings"):
         two_wrappers({"bucket_cap_mb": 1})
 
 
 def test_what_contradicts_is_refused_by_name(pool2: Any) -> None:
     pool2.run(refusals)
+
+
+def joined(starts_outside: bool) -> str:
+    """Ranks with other numbers of batches."""
+    eager, ours, compiled = wrapped(net()), wrapped(net()), ws.compile(train)
+    mine = batches(4 - dist.get_rank())
+    for (module, opt), step in ((eager, train), (ours, compiled)):
+        if starts_outside:
+            step(module, opt, *mine[0])
+        with module.join():
+            for x, y in mine:
+                step(module, opt, x, y)
+    expect_equal(eager[0], ours[0])
+    return str(compiled.explain())
+
+
+@pytest.mark.parametrize("may_go_live", [True])
+@pytest.mark.parametrize("starts_outside", [False, True])
+def test_a_step_inside_of_join_is_eager_code(pool2: Any, starts_outside: bool, may_go_live: bool) -> None:
+    for explained in pool2.run(joined, starts_outside):
+        assert "inside of join()" in explained
+
+
+def as_its_wrappers_do() -> str:
+    """Two wrappers that communicate in different ways."""
+    found, compiled = [], None
+    for make in (lambda step: step, ws.compile):
+        first, second = wrapped(net()), wrapped(net(), bucket_cap_mb=1)
+
+        def step(x: Tensor, y: Tensor, first: Any = first, second: Any = second) -> None:
+            train(*first, x, y)
+            train(*second, x, y)
+
+        compiled = make(step)
+        for x, y in batches():
+            compiled(x, y)
+        found.append([first[0], second[0]])
+    for eager, ours in zip(*found, strict=True):
+        expect_equal(eager, ours)
+    assert compiled is not None
+    return str(compiled.explain())
+
+
+@pytest.mark.parametrize("may_go_live", [True])
+def test_settings_that_no_graph_keeps_are_kept_by_eager_code(pool2: Any, may_go_live: bool) -> None:
+    for explained in pool2.run(as_its_wrappers_do):
+        assert "It runs as eager code, and its modules communicate" in " ".join(explained.split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -185,9 +186,6 @@ def changed_settings() -> tuple[list[str], list[str]]:
     model[0].set_reshard_after_forward(False)
     compiled(model, opt, x, y)
     changed = list(compiled.cache_info().reasons)
-    model.set_gradient_divide_factor(3.0)
-    with pytest.raises(ws.ConfigError, match="divides gradients by 3"):
-        compiled(model, opt, x, y)
     return reasons, changed
 
 
@@ -200,22 +198,54 @@ def test_a_setting_that_changes_is_seen_at_the_next_call(pool2: Any) -> None:
 
 def refusals() -> None:
     x, y = batches(1)[0]
-    with pytest.raises(ws.ConfigError, match="shard without offload_policy"):
-        ws.compile(train)(*sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)), x, y)
     with pytest.raises(ws.ConfigError, match=r"too\. Leave strategy out"):
         ws.compile(train, strategy=ws.DDP())(*sharded(), x, y)
-    model, opt = sharded()
-    model.set_gradient_divide_factor(3.0)
-    with pytest.raises(ws.ConfigError, match="divides gradients by 3"):
-        ws.compile(train)(model, opt, x, y)
-    model, opt = sharded()
-    model.set_all_reduce_hook(lambda grad: None)
-    with pytest.raises(ws.ConfigError, match="has set_all_reduce_hook, which a graph does not call"):
-        ws.compile(train)(model, opt, x, y)
+    for make, why in NO_GRAPH.values():
+        with pytest.raises(ws.CaptureError, match=why):
+            ws.compile(train, fullgraph=True)(*make(), x, y)
 
 
-def test_what_no_graph_can_keep_is_refused_by_name(pool2: Any) -> None:
+def with_a_hook() -> tuple[Any, torch.optim.Optimizer]:
+    model, opt = sharded()
+    model.set_all_reduce_hook(lambda grad: grad.mul_(0.5))
+    return model, opt
+
+
+def mixed() -> tuple[Any, torch.optim.Optimizer]:
+    """Its first block sums gradients in bfloat16, the others do not."""
+    model: Any = net()
+    fully_shard(model[0], mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
+    fully_shard(model)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+NO_GRAPH: dict[str, tuple[Callable[[], tuple[Any, torch.optim.Optimizer]], str]] = {
+    "offloaded": (lambda: sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)), "shard without offload_policy"),
+    "with a hook": (with_a_hook, "has set_all_reduce_hook, which a graph does not call"),
+    "mixed": (mixed, "with other meshes, policies or divide factors"),
+}
+"""What no graph keeps, and what is said of it."""
+
+
+def test_what_contradicts_is_refused_by_name(pool2: Any) -> None:
     pool2.run(refusals)
+
+
+def as_eager_code(name: str) -> str:
+    make, _ = NO_GRAPH[name]
+    eager, ours, compiled = make(), make(), ws.compile(train)
+    for x, y in batches():
+        assert torch.equal(train(*eager, x, y), compiled(*ours, x, y))
+    for one, other in zip(whole(eager[0]), whole(ours[0]), strict=True):
+        assert torch.equal(one, other)
+    return str(compiled.explain())
+
+
+@pytest.mark.parametrize("may_go_live", [True])
+@pytest.mark.parametrize("name", NO_GRAPH)
+def test_what_no_graph_keeps_is_kept_by_eager_code(pool2: Any, name: str, may_go_live: bool) -> None:
+    for explained in pool2.run(as_eager_code, name):
+        assert "It runs as eager code, and its modules communicate" in " ".join(explained.split())
 
 
 def sums() -> None:

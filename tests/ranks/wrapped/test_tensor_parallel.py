@@ -426,7 +426,7 @@ def as_eager_code(make: Callable[[], Any]) -> str:
     finally:
         logging.getLogger("wholestep").removeHandler(handler)
     assert all(map(same, held(eager, opt), held(model, own)))
-    assert sum(line.startswith("clear_last is live. It has DTensors: it runs as eager code") for line in said) == 1
+    assert sum(line.startswith("clear_last is live. It has DTensors. It runs as eager code") for line in said) == 1
     return str(compiled.explain())
 
 

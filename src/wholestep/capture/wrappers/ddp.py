@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholestep.capture.python import tree_util
 from wholestep.capture.python.tracing_thread import on_this_thread
-from wholestep.errors import ConfigError
+from wholestep.errors import CaptureError
 
 log = logging.getLogger("wholestep")
 
@@ -61,19 +61,19 @@ class DDPSettings:
 
 
 def settings_of(name: str, wrapper: DistributedDataParallel) -> DDPSettings:
-    """What the owner of the wrapper `name` set. Raises ConfigError for settings that no graph can keep."""
+    """What the owner of the wrapper `name` set. Raises CaptureError for settings that no graph keeps."""
     if wrapper.mixed_precision is not None:
-        raise ConfigError(
+        raise CaptureError(
             f"{name} is DistributedDataParallel(mixed_precision=...), which casts parameters in hooks of its own. "
             f"Leave it out and use torch.autocast in the step, or fully_shard with a MixedPrecisionPolicy."
         )
     if getattr(wrapper, "buffer_hook", None) is not None:
-        raise ConfigError(
+        raise CaptureError(
             f"{name} has a communication hook for buffers, which a graph does not call. Register none: buffers are "
             f"broadcast from rank 0."
         )
     if wrapper._join_config.enable:
-        raise ConfigError(
+        raise CaptureError(
             f"{name} is inside of join(): ranks whose data ends would answer its own reductions, and not those of a "
             f"graph. Give every rank as many batches, or call the step without wholestep there."
         )
@@ -82,12 +82,12 @@ def settings_of(name: str, wrapper: DistributedDataParallel) -> DDPSettings:
             "%s has bounds for each bucket: all buckets get the one of %d bytes.", name, wrapper.bucket_bytes_cap
         )
     if wrapper._delay_all_reduce_params:
-        raise ConfigError(
+        raise CaptureError(
             f"{name} is DistributedDataParallel(delay_all_reduce_named_params=...), which reduces in a hook of its "
             f"own. Leave it out: a graph starts each reduction when its gradient is there, and waits where it is used."
         )
     if wrapper._use_python_reducer:
-        raise ConfigError(
+        raise CaptureError(
             f"{name} uses the reducer in Python of torch.compile. Leave torch._dynamo.config.optimize_ddp as it is "
             f"when the module is wrapped."
         )

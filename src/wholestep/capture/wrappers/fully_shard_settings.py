@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import Replicate
 
 from wholestep.capture.wrappers.fully_shard_hooks import is_of_strategy
-from wholestep.errors import ConfigError
+from wholestep.errors import CaptureError, ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def watched(name: str, module: nn.Module, *, is_root: bool) -> Iterator[tuple[di
 
 
 def settings_of(name: str, root: nn.Module) -> list[FullyShardSettings]:
-    """Those of every module inside of `root` that was sharded. Raises ConfigError for what no graph can keep."""
+    """Those of every module inside of `root` that was sharded. Raises CaptureError for what no graph keeps."""
     return [_settings(f"{name}.{fqn}" if fqn else name, group) for fqn, group in _groups(root)]
 
 
@@ -138,7 +138,7 @@ def _groups_of(module: FSDPModule) -> list[Any]:
 
 def _settings(name: str, group: Any) -> FullyShardSettings:
     if isinstance(group.offload_policy, CPUOffloadPolicy):
-        raise ConfigError(
+        raise CaptureError(
             f"{name} was sharded with fully_shard(offload_policy=CPUOffloadPolicy()). A compiled step keeps parameters "
             f"on the device: shard without offload_policy."
         )
@@ -152,12 +152,12 @@ def _settings(name: str, group: Any) -> FullyShardSettings:
     }
     for what, is_there in own.items():
         if is_there:
-            raise ConfigError(
+            raise CaptureError(
                 f"{name} has {what}, which a graph does not call. Shard it without, or run it in eager code."
             )
     factor = group.gradient_divide_factor
     if factor not in (None, 1, group.mesh_info.mesh.size()):
-        raise ConfigError(
+        raise CaptureError(
             f"{name} divides gradients by {factor}. A compiled step averages them over all ranks, or sums them "
             f"(set_gradient_divide_factor(1)); scale the loss for anything else."
         )
