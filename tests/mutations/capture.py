@@ -6,6 +6,7 @@ from mutations import Mutation
 
 REDUCED = "tests/ranks/wrapped/test_what_ddp_reduces.py::test_each_rank_has_what_it_has_in_eager_code"
 LIVE_REDUCED = "tests/ranks/wrapped/test_what_ddp_reduces.py::test_a_live_step_does_the_same"
+LIVE_RANKS = "tests/ranks/test_live.py"
 NO_GRAPH = "tests/ranks/wrapped/test_what_ddp_reduces.py::test_what_no_graph_can_do_makes_a_step_live"
 
 GENERATORS = "tests/unit/capture/reach/test_generators.py::test_nothing_that_is_drawn_is_frozen"
@@ -517,5 +518,21 @@ CAPTURE_MUTATIONS = (
         old="nullcontext() if self._runs_eagerly else silent_forwards(frozenset())",
         new="silent_forwards(frozenset())",
         tests=(f"{NO_GRAPH}[hooked-its modules communicate-True]",),
+    ),
+    Mutation(
+        name="pieces_are_their_text",
+        what="ranks run pieces together whose text is the same, whatever parameters they are given",
+        file="live/peers.py",
+        old="""crc32(f"{piece.source}{' '.join(names)}".encode())""",
+        new="crc32(piece.source.encode()) if names else 0",
+        tests=(f"{LIVE_RANKS}::test_pieces_that_look_alike_run_together_on_the_same_parameters_alone[False]",),
+    ),
+    Mutation(
+        name="pieces_ignore_nothing",
+        what="a piece reduces gradients that the strategy leaves to each rank",
+        file="live/peers.py",
+        old="for one in self._state.slots if one.name in self.strategy.ignore)",
+        new="for one in self._state.slots if one.name in ())",
+        tests=(f"{LIVE_RANKS}::test_a_piece_leaves_alone_what_the_strategy_ignores",),
     ),
 )

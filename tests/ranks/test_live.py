@@ -113,6 +113,104 @@ def test_it_trains_as_ddp_does(pool2: Any, name: str) -> None:
         assert launches >= {"appends": CALLS - 1, "guards": 2 * (CALLS - 1)}.get(name, 0)
 
 
+def averaged(grads: list[Tensor | None]) -> list[Tensor | None]:
+    """What a backward leaves: the mean over ranks of each gradient that any of them has."""
+    has = torch.tensor([float(one is not None) for one in grads])
+    dist.all_reduce(has)
+    found: list[Tensor | None] = []
+    for one, is_there in zip(grads, has.tolist(), strict=True):
+        mean = None
+        if is_there:
+            mean = torch.zeros(LIKE[len(found) % 2]) if one is None else one / 2
+            dist.all_reduce(mean)
+        found.append(mean)
+    return found
+
+
+LIKE = ((1, 4), (1,))
+
+
+def experts(as_modules: bool) -> tuple[bool, int]:
+    """Ranks take the same way at first, and then each goes through the other's expert. Both ways look alike."""
+    ws.init()
+    found, launches = [], 0
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        parts = [nn.Linear(4, 1), nn.Linear(4, 1)]
+        opts = [torch.optim.SGD(one.parameters(), lr=0.1) for one in parts]
+        params = [param for one in parts for param in one.parameters()]
+        log: list[float] = []
+
+        def step(x: Tensor, y: Tensor, way: int, compiled: bool = compiled, parts: Any = parts, opts: Any = opts,
+                 params: Any = params, log: Any = log) -> None:  # fmt: skip
+            log.append(x.sum().item())
+            out = parts[way](x) if as_modules else nn.functional.linear(x, parts[way].weight, parts[way].bias)
+            (out - y).square().mean().backward()
+            if not compiled:
+                for param, grad in zip(params, averaged([param.grad for param in params]), strict=True):
+                    param.grad = grad
+            for opt in (opts[way], opts[1 - way]):
+                opt.step()
+            for opt in (opts[way], opts[1 - way]):
+                opt.zero_grad()
+
+        called: Any = ws.compile(step, strategy=ws.DDP(), backend="eager") if compiled else step
+        for call in range(20):
+            called(*batch(call), call // 2 % 2 if call < 12 else (call + dist.get_rank()) % 2)
+        found.append([param.detach().clone() for param in params])
+        launches = called.explain().live.launches if compiled else 0
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+    return True, launches
+
+
+@pytest.mark.parametrize("as_modules", [False, True])
+def test_pieces_that_look_alike_run_together_on_the_same_parameters_alone(pool2: Any, as_modules: bool) -> None:
+    for holds, launches in pool2.run(experts, as_modules):
+        assert holds
+        assert launches > 0
+
+
+def with_ignored(strategy: ws.Strategy) -> list[tuple[Tensor, Tensor]]:
+    """Parameters of a pure step and of a live one that has its backward and update in a piece of their own."""
+    ws.init()
+    found = []
+    for reads in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        log: list[float] = []
+
+        def step(x: Tensor, y: Tensor, model: Any = model, opt: Any = opt, reads: bool = reads, log: Any = log) -> None:
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            if reads:
+                log.append(loss.item())
+            opt.step()
+            opt.zero_grad()
+
+        compiled = ws.compile(step, strategy=strategy, backend="eager")
+        for call in range(CALLS):
+            compiled(*batch(call))
+        if reads:
+            assert compiled.explain().live.launches > 0  # type: ignore[union-attr]
+        found.append([full(one.detach()) for one in model.parameters()])
+    return list(zip(*found, strict=True))
+
+
+def full(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+
+@pytest.mark.parametrize("strategy", [ws.DDP(ignore=("0.bias", "2.weight")), ws.FSDP(ignore=("2.weight",))], ids=str)
+def test_a_piece_leaves_alone_what_the_strategy_ignores(pool2: Any, strategy: ws.Strategy) -> None:
+    (first, second) = pool2.run(with_ignored, strategy)
+    for pairs in (first, second):
+        for pure, live in pairs:
+            torch.testing.assert_close(pure, live)
+    assert not torch.equal(first[2][0], second[2][0]), "each rank has its own"
+
+
 def one_rank_skips(call_skipped: int) -> tuple[str, str, bool]:
     ws.init()
     training = Training(wrapped=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from wholestep.errors import (
     WholestepError,
 )
 from wholestep.ir.ops.assertions import is_of_check
-from wholestep.ir.program import MeshAxis, Program, Stage
+from wholestep.ir.program import InputKind, MeshAxis, Program, Stage
 from wholestep.live.live_step import LiveStep
 from wholestep.live.peers import Peers
 from wholestep.live.recording.handle import CURRENT
@@ -42,7 +42,6 @@ from wholestep.runtime.distributed.world import init
 from wholestep.runtime.options import Options, data_axes
 from wholestep.runtime.verify.verification import Verification
 from wholestep.runtime.verify.verify import Subject, Trial, verify
-from wholestep.runtime.wrapped_strategy import WrappedStrategy
 from wholestep.util.forget_frames import forget_frames
 
 log = logging.getLogger("wholestep")
@@ -141,8 +140,9 @@ class CompiledStep:
 
     def _compile_piece(self, function: Callable[..., Any], number: int, peers: Peers | None = None) -> CompiledStep:
         strategy = self._options.strategy if peers is None else peers.piece_strategy
-        wrapped = self._stages.wrapped if peers is None else peers.wrapped
-        stages = functools.partial(PieceStages, wrapped=wrapped, number=number)
+        stages = functools.partial(
+            PieceStages, left_alone=frozenset if peers is None else peers.left_alone, number=number
+        )
         return CompiledStep(function, replace(self._options, fullgraph=True, strategy=strategy, pad={}), stages=stages)
 
     def __get__(self, instance: Any, owner: type | None = None) -> CompiledStep:
@@ -315,7 +315,13 @@ class PieceStages(Stages):
     adopts_wrappers = False  # the live step has
     shards = False  # its Python holds the tensors
 
-    def __init__(self, *args: Any, wrapped: WrappedStrategy | None, **kwargs: Any) -> None:
-        """`wrapped`: that of the live step."""
+    def __init__(self, *args: Any, left_alone: Callable[[], frozenset[int]], **kwargs: Any) -> None:
+        """`left_alone`: ids of the tensors that the strategy of the live step leaves to each rank."""
         super().__init__(*args, **kwargs)
-        self.wrapped = wrapped
+        self._left_alone = left_alone
+
+    def _leave_alone(self, state: Iterable[tuple[InputKind, str, Any]]) -> None:
+        if self.options.strategy is not None:
+            left = self._left_alone()
+            names = tuple(name for _, name, one in state if id(one) in left)
+            self.options = replace(self.options, strategy=replace(self.options.strategy, ignore=names))

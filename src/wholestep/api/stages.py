@@ -155,8 +155,7 @@ class Stages:
         """Every stage after capture, in order."""
         world, axes = init(), data_axes(init(), self.options.mesh)
         rows = zip(captured.program.inputs, captured.binding.tensors, strict=True)
-        if left := self._leave_alone((one.kind, one.name, it) for one, it in rows if one.shard is None):
-            log.warning("%s: no wrapper reduces the gradients of %s: they stay local to each rank.", self.name, left)
+        self._leave_alone((one.kind, one.name, it) for one, it in rows if one.shard is None)
         with self.rendezvous.abandoned_on_error(world):
             report_stage("planning")
             choose = functools.partial(self.rendezvous.choose, world=world)
@@ -332,13 +331,14 @@ class Stages:
         self.options = replace(self._given, strategy=wrapped.strategy, mesh=wrapped.mesh)
         return True
 
-    def _leave_alone(self, state: Iterable[tuple[InputKind, str, Any]]) -> list[str]:
-        """Has what no wrapper reduces or synchronizes stay that of each rank; names of the parameters among that."""
+    def _leave_alone(self, state: Iterable[tuple[InputKind, str, Any]]) -> None:
+        """Has what no wrapper reduces or synchronizes stay that of each rank, and names parameters among it."""
         if self.wrapped is None or self.options.strategy is None:
-            return []
+            return
         strategy, names = wrapped_strategy.leaving_alone(self.options.strategy, self.wrapped, state)
         self.options = replace(self.options, strategy=strategy)
-        return names
+        if names:
+            log.warning("%s: no wrapper reduces the gradients of %s: they stay local to each rank.", self.name, names)
 
     def _shard_live(self, args: tuple[Any, ...], kwargs: dict[str, Any], world: World) -> None:
         """Shards what the strategy wants sharded of all that the step can reach."""

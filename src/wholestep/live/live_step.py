@@ -213,7 +213,7 @@ class LiveStep:
         if self._peers is not None:
             event = Event(RUNS_PIECE)
             if compiled is not None and not compiled.refused:
-                event = Event.of_piece(compiled.piece.source, compiled.made)
+                event = self._peers.run_of(compiled.piece, compiled.made)
             if not self._peers.meet(event):
                 return None
         if compiled is None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,7 @@ from wholestep.ir.dtensor.shards import is_sharded
 from wholestep.ir.ops.collectives import group_named
 from wholestep.ir.program import InputKind, MeshAxis
 from wholestep.live.cached_walk import CachedWalk
+from wholestep.live.pieces.piece import Piece
 from wholestep.live.sharded_parameters import ShardedParameters, all_reduced, from_all_ranks
 from wholestep.runtime.buffer_sync import broadcast_over, may_differ
 from wholestep.runtime.distributed.failure_report import named_failures
@@ -59,11 +61,6 @@ class Event:
     """A number that is the same on ranks that run the same piece, or gather the same tensor."""
     made: int = field(default=0, compare=False)
     """Of a piece: the number of the meeting at which it was compiled on this rank; 0 if it was not yet."""
-
-    @classmethod
-    def of_piece(cls, source: str, made: int) -> Event:
-        """The run of the piece with this source."""
-        return cls(RUNS_PIECE, zlib.crc32(source.encode()), made)
 
 
 class Peers:
@@ -94,6 +91,8 @@ class Peers:
         self._roots: list[nn.Module] = []
         self._call_name: Callable[[], str] = lambda: ""
         self._is_equal = not strategy.sync_at_start
+        self._runs: WeakKeyDictionary[Callable[..., Any], tuple[TrainState, int]] = WeakKeyDictionary()
+        """By functions of pieces what their runs are, with the state that it was told for."""
         self.made = 0
         """Of the piece that all ranks run now: the number of the meeting at which it is compiled."""
         self._parted: RankMismatchError | None = None
@@ -114,6 +113,22 @@ class Peers:
     def managed(self) -> frozenset[int]:
         """ids of the parameters whose gradients DistributedDataParallel reduces."""
         return frozenset() if self.wrapped is None else self.wrapped.managed
+
+    def run_of(self, piece: Piece, made: int) -> Event:
+        """The run of a piece: the same on ranks whose pieces do the same, to the same parameters and buffers."""
+        state, number = self._runs.get(piece.function, (None, 0))
+        if state is not self._state:
+            known = self._state.index
+            names = (self._state.name_of(one) if id(one) in known else "?" for one in piece.state)
+            number = zlib.crc32(f"{piece.source}{' '.join(names)}".encode())
+            self._runs[piece.function] = self._state, number
+        return Event(RUNS_PIECE, number, made)
+
+    def left_alone(self) -> frozenset[int]:
+        """ids of the parameters and buffers that stay those of each rank, whatever they are called in a piece."""
+        if self.wrapped is not None and isinstance(self.strategy, DDP):
+            return frozenset(id(one.tensor) for one in self._state.params) - self.managed
+        return frozenset(id(one.tensor) for one in self._state.slots if one.name in self.strategy.ignore)
 
     @property
     def piece_strategy(self) -> Strategy:

@@ -8,12 +8,13 @@ import operator
 import re
 import types
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -41,6 +42,8 @@ class Piece:
     sizes: tuple[int, ...]
     """Ints that vary. Each comes as the size of a tensor without elements, see `size_carrier`: sizes are symbols of a
     graph, ints that shapes depend on are constants."""
+    state: tuple[torch.Tensor, ...]
+    """What lives between calls and is no input: parameters and buffers, those of its modules and optimizers too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +103,16 @@ class _Writer:
         source = f"def {self._name}(inputs, numbers, sizes):\n{body}"
         return Piece(
             self._compiled(source), source, tuple(self._earlier), tuple(self._inputs), tuple(self._numbers),
-            tuple(self._sizes),
+            tuple(self._sizes), (*self._tensors, *self._held()),
         )  # fmt: skip
+
+    def _held(self) -> Iterator[torch.Tensor]:
+        """Parameters and buffers of modules that are one record, and what optimizers step, in the order of the text."""
+        for one in self._scope.values():
+            if isinstance(one, nn.Module):
+                yield from (*one.parameters(), *one.buffers())
+        for opt in self._optimizers:
+            yield from (param for group in opt.param_groups for param in group["params"])
 
     def _write_block(self, records: list[tuple[int, Record]]) -> None:
         """Records of one block of autocast, or of none."""
