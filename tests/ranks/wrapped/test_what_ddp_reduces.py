@@ -468,21 +468,6 @@ def hooked(make: Make) -> list[Tensor]:
     return loop.results()
 
 
-def delayed(make: Make) -> list[Tensor]:
-    inner = plain()
-    late = [("2.weight", inner[2].weight), ("2.bias", inner[2].bias)]
-    loop = Loop(inner, delay_all_reduce_named_params=late, param_to_hook_all_reduce=inner[0].weight)
-
-    def step(x: Tensor, y: Tensor) -> None:
-        loss_of(loop.model, x, y).backward()
-        loop.update()
-
-    step = make(step)
-    for x, y in batches():
-        step(x, y)
-    return loop.results()
-
-
 def as_eager_code(loop: Callable[[Make], list[Tensor]]) -> tuple[list[Tensor], list[Tensor], str]:
     steps, found = list[Any](), []
 
@@ -499,13 +484,36 @@ def as_eager_code(loop: Callable[[Make], list[Tensor]]) -> tuple[list[Tensor], l
 @pytest.mark.parametrize("may_go_live", [True])
 @pytest.mark.parametrize(
     ("loop", "why"),
-    [(routed, "another graph on each rank"), (hooked, "its modules communicate"), (delayed, "its modules communicate")],
+    [(routed, "another graph on each rank"), (hooked, "its modules communicate")],
 )
 def test_what_no_graph_can_do_makes_a_step_live(pool2: Any, loop: Any, why: str, may_go_live: bool) -> None:
     for eager, ours, explained in pool2.run(as_eager_code, loop):
         assert why in " ".join(explained.split())
         for one, other in zip(eager, ours, strict=True):
             torch.testing.assert_close(one, other)
+
+
+def delayed() -> str:
+    """torch's own numbers differ from run to run: what its hook reduces may have been used by then."""
+    inner = plain()
+    late = [("2.weight", inner[2].weight), ("2.bias", inner[2].bias)]
+    loop = Loop(inner, delay_all_reduce_named_params=late, param_to_hook_all_reduce=inner[0].weight)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        loss_of(loop.model, x, y).backward()
+        loop.update()
+
+    compiled = ws.compile(step)
+    for x, y in batches():
+        compiled(x, y)
+    return str(compiled.explain())
+
+
+@pytest.mark.parametrize("may_go_live", [True])
+def test_delayed_reductions_are_those_of_the_wrapper(pool2: Any, may_go_live: bool) -> None:
+    for explained in pool2.run(delayed):
+        assert "delay_all_reduce_named_params" in explained
+        assert "0 calls of torch executed one by one" in " ".join(explained.split())
 
 
 def averaged(around: bool) -> list[tuple[list[Tensor], int]]:
