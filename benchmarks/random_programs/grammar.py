@@ -67,6 +67,11 @@ ANYWHERE: Rules = {
         "history.append([p.grad is None for p in model.parameters()])", "table.pop('last', None)",
         "torch.manual_seed(count)", "random.seed(count)", "np.random.seed(count)",
         "model.first.weight.data = model.first.weight.data.clone()",
+        "alias.mul_(<bounded>)", "raw.mul_(<bounded>)", "raw[1:].add_(0.01)", "history.append(alias.sum().item())",
+        "table['raw'] = raw.clone()", "flat.mul_(<bounded>)", "history.append(flat.norm().item())", "flat.zero_()",
+        "alias = model.first.weight.detach()", "raw = model.last.bias.data", "history.append(float(shown.sum()))",
+        "model.first.weight.data = model.first.weight.data * <bounded>",
+        "model.first.weight.data, shadow[0] = shadow[0], model.first.weight.data",
     ),
     "result": (
         "None", "<number>", "<tensor>", "(<number>, <tensor>)", "{'<word>': <number>, 'x': x}", "history[-1:]",
@@ -138,6 +143,10 @@ BACKWARD: Rules = {
         "model.first.weight.grad = model.first.weight.detach() * 0.1",
         "model.last.weight.grad[0].mul_(<bounded>)", "table['slope'] = model.first.weight.grad[1]",
         "model.first.bias.grad.view(-1)[1:].zero_()", "model.last.weight.grad.t().div_(<bounded> + 1)",
+        "model.last.weight.grad.data = model.last.weight.grad.data * <bounded>", "user.decay(model.last.weight.grad)",
+        "model.first.weight.grad.data.mul_(<bounded>)", "table['slope'] = model.last.bias.grad.data",
+        "torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], <bounded>)",
+        "history.append(user.decay(flat))",
     ),
 }  # fmt: skip
 

@@ -54,7 +54,8 @@ _STEPS: dict[str, tuple[str, ...]] = {
         "<updated>",
     ),
     "closure": (
-        "<start>", "def closure():", "    nonlocal out, loss, average, cell, count, table, known, x, y", "    global G",
+        "<start>", "def closure():", "    nonlocal out, loss, average, cell, count, table, known, alias, raw, x, y",
+        "    global G",
         "    opt.zero_grad()",
         "    <forward>", "    <reshape>", "    loss.backward()", "    <backward>", "    return loss",
         "opt.step(closure)", "<updated>",
@@ -98,12 +99,15 @@ def build():
     history, table, count, cell, known = [], {{}}, 0, 1.0, 0.75
     box, array, average = user.Box(1.25), np.full(3, 0.5, np.float32), torch.tensor(1.0)
     numbers, shadow = user.endless(), [p.detach().clone() for p in model.parameters()]
+    alias, raw = model.first.weight.detach(), model.last.bias.data
+    flat = user.flat_gradients(model) if {flat} else torch.ones(3)
+    shown = model.last.weight.detach().numpy() if {shown} else np.ones((2, 2), np.float32)
 """
 _TAIL = """\
     def seen():
         found = dict(model=model, opt=opt, rates=scheduler.get_last_lr(), history=history, table=table, count=count)
         found.update(cell=cell, known=known, G=G, box=vars(box), array=array, average=average, shadow=shadow)
-        found.update(calls=model.calls, net_scale=model.scale, scale=user.SCALE)
+        found.update(calls=model.calls, net_scale=model.scale, scale=user.SCALE, alias=alias, raw=raw, flat=flat)
         return dict(found, places=[{places}])
     return step, between, seen
 """
@@ -133,7 +137,7 @@ class Program:
     @property
     def text(self) -> str:
         """The file."""
-        begin = ["nonlocal average, cell, count, table, known", "global G"]
+        begin = ["nonlocal average, cell, count, table, known, alias, raw", "global G"]
         step = ["def step(x, y):", *_indented([*begin, "out = loss = None", *(one.text for one in self.lines)])]
         moves = [
             line
@@ -142,7 +146,9 @@ class Program:
         ]
         between = [
             "def between(call):",
-            *_indented([*begin, "x, y = torch.ones(2, 4), torch.zeros(2, dtype=torch.int64)", *moves]),
+            *_indented(
+                [f"{begin[0]}, shown", begin[1], "x, y = torch.ones(2, 4), torch.zeros(2, dtype=torch.int64)", *moves]
+            ),
         ]
         return self.head + "\n".join([*_indented([*step, *between]), _TAIL.format(places=", ".join(self.places))])
 
@@ -181,7 +187,8 @@ def random_program(seed: int) -> Program:
     graph = object_graph(rng)
     head = _HEAD.format(
         norm=rng.random() < 0.3, dropout=rng.choice([0.0, 0.25]), counts=rng.random() < 0.3, talks=rng.random() < 0.1,
-        optimizer=rng.choice(_OPTIMIZERS), scheduler=rng.choice(_SCHEDULERS),
+        optimizer=rng.choice(_OPTIMIZERS), scheduler=rng.choice(_SCHEDULERS), flat=rng.random() < 0.2,
+        shown=rng.random() < 0.1,
     ) + "".join(f"    {line}\n" for line in graph.definitions)  # fmt: skip
     kind = rng.choice(["plain", *_STEPS])
     density = rng.choice([0.1, 0.4, 0.8, 1.2])
@@ -190,7 +197,7 @@ def random_program(seed: int) -> Program:
     lines.append(Line(f"return {expanded('<result>', rules, rng)}", can_go=True))
     moves = _rules("start", graph)
     quiet = [one for one in moves["simple"] if not one.startswith(("print", "log."))]  # nobody hears it between calls
-    moves["simple"] = [*quiet, "history.clear()", "table.clear()"]
+    moves["simple"] = [*quiet, "history.clear()", "table.clear()", "shown *= <bounded>"]
     between = tuple(
         tuple(expanded("<simple>", moves, rng) for _ in range(rng.randint(1, 2))) if rng.random() < 0.4 else ()
         for _ in range(CALLS)

@@ -178,6 +178,15 @@ def decay(param: Tensor) -> None:
         param.mul_(0.99)
 
 
+def flat_gradients(model: nn.Module) -> Tensor:
+    """One buffer, and every gradient a view of it."""
+    params = list(model.parameters())
+    flat = torch.zeros(sum(param.numel() for param in params))
+    for param, part in zip(params, flat.split([param.numel() for param in params]), strict=True):
+        param.grad = part.view_as(param)
+    return flat
+
+
 def clamped_row(weight: Tensor, most: float) -> Tensor:
     """Writes to a view of a weight, and gives what it is then."""
     with torch.no_grad():
