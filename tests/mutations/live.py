@@ -599,4 +599,12 @@ LIVE_MUTATIONS = (
         new="        return tensor.grad_fn\n    except ZeroDivisionError:",
         tests=(f"{GRAPHS}::test_a_row_of_a_weight_that_is_written_without_gradients",),
     ),
+    Mutation(
+        name="cleared_gradients_come_back",
+        what="a zero_grad() that found no gradients in the first call is part of a forward whose backward runs ahead",
+        file="live/pieces/observation.py",
+        old="    return gives_nothing and any(one.requires_grad for one, _ in grads)",
+        new="    return False and gives_nothing",
+        tests=("tests/unit/live/pieces/test_speculation.py::test_gradients_that_are_cleared_first_are_gone",),
+    ),
 )

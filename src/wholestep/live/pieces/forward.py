@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.optim import Optimizer
 
+from wholestep.live.opaque.functions import clear_grads
 from wholestep.live.opaque.modules import OpaqueModule
 from wholestep.live.pieces.tensors import TensorTable
 from wholestep.live.recording.path import BACKWARDS, Path
@@ -29,6 +30,11 @@ def cannot_be_repeated(record: Record) -> bool:
     """Whether a record leaves what `Before` does not put back."""
     steps = any(isinstance(operand.key, Optimizer) for operand in record.operands)
     return steps or record.writes_grads or record.key.function in BACKWARDS[:2]
+
+
+def clears_gradients(record: Record) -> bool:
+    """Whether a record is ``zero_grad()``."""
+    return record.key.function is clear_grads
 
 
 @dataclass(slots=True)

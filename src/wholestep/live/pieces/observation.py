@@ -86,7 +86,7 @@ def observe(
         drawn=tuple(observer.drawn), is_pointwise=observer.is_pointwise and optimizer is None, joined=joined,
         changes_kind=any(_kind(leaf) != kind and not _is_in(leaf, joined) for leaf, kind in kinds),
         written=written, writes_to=tensors.on_memory_of(written),
-        writes_grads=any(is_leaf(one) and _grad(one) != was for one, was in grads) or tensors.is_gradient(written),
+        writes_grads=_writes_grads(function, results, grads) or tensors.is_gradient(written),
         frees=freed_graphs(tensors.alive()) if function in BACKWARDS else frozenset(),
         reduces=awaited - ddp.awaited() if function in BACKWARDS else frozenset(),
         state=None if optimizer is None else OptimizerSnapshot.of(optimizer),
@@ -137,6 +137,14 @@ def _is_in(tensor: torch.Tensor, tensors: Sequence[Any]) -> bool:
 def _grads(leaves: Sequence[Any]) -> list[tuple[torch.Tensor, tuple[int, int]]]:
     """The leaves of the graph with their gradients."""
     return [(leaf, _grad(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor) and is_leaf(leaf)]
+
+
+def _writes_grads(function: Any, results: Sequence[Any], grads: Sequence[tuple[torch.Tensor, tuple[int, int]]]) -> bool:
+    """Whether a call has changed gradients of its arguments, or would, like ``zero_grad()`` where there were none."""
+    if any(is_leaf(one) and _grad(one) != was for one, was in grads):
+        return True
+    gives_nothing = function not in BACKWARDS and all(one is None for one in results)
+    return gives_nothing and any(one.requires_grad for one, _ in grads)
 
 
 def _grad(leaf: torch.Tensor) -> tuple[int, int]:

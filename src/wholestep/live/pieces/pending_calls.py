@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from wholestep.capture.python.user_frame import current_line
-from wholestep.live.pieces.forward import Before, Forward, cannot_be_repeated
+from wholestep.live.pieces.forward import Before, Forward, cannot_be_repeated, clears_gradients
 from wholestep.live.pieces.piece import PieceSpec
 from wholestep.live.pieces.recorded_calls import RecordedCalls
 from wholestep.live.pieces.speculation import SpeculativeBackward, gradients_set_aside, num_externals, plan_speculation
@@ -138,7 +138,11 @@ class PendingCalls(RecordedCalls, ABC):
             self._given += self._needed_from(started, start, end)
             if start == end or self._holds_graph(self._handles(start), start):
                 return "where the graph is still needed of what changes gradients or state, and could not be repeated"
-            if why_not := self._run_pieces(start):
+            if all(map(clears_gradients, self.records[started:start])):
+                for number in range(started, start):  # quicker than a graph of nothing
+                    self.act(number, {})
+                self._started = start
+            elif why_not := self._run_pieces(start):
                 return why_not
         span = (start, end)
         why_not = "a read in front of this one has run its forward"

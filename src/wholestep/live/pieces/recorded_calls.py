@@ -67,13 +67,10 @@ class RecordedCalls:
                     self.replay(number, handles, results)
 
     def replay(self, number: int, handles: dict[Value, torch.Tensor], results: dict[Value, torch.Tensor]) -> None:
-        record = self.records[number]
-        args, kwargs = unflatten(record.key.structure, [self._leaf(one, results) for one in record.operands])
-        with under(record.key.modes), as_recorded(self.read_by(self.records, [number])):
-            result = execute(record.key.function, args, kwargs)
+        record, result = self.records[number], self.act(number, results)
         self.executed += 1
         found, _ = flat_result(record.key.function, result)
-        del result, args, kwargs  # whoever holds a result is told from us by the number of references
+        del result  # whoever holds a result is told from us by the number of references
         for output in range(len(found) - 1, -1, -1):
             meta, value = record.outputs[output], (number, output)
             if meta is not None and meta.becomes is not None:
@@ -85,6 +82,13 @@ class RecordedCalls:
                 fulfil(handles[value], found.pop())
             else:
                 results[value] = self.tensors.note_value(found.pop(), value)
+
+    def act(self, number: int, results: dict[Value, torch.Tensor]) -> Any:
+        """What a record gives. By itself: of one that gives nothing, and that is no reason to observe the run."""
+        record = self.records[number]
+        args, kwargs = unflatten(record.key.structure, [self._leaf(one, results) for one in record.operands])
+        with under(record.key.modes), as_recorded(self.read_by(self.records, [number])):
+            return execute(record.key.function, args, kwargs)
 
     def view_again(self, value: Value, made: dict[int, list[Any]]) -> torch.Tensor | None:
         """A value that is a view, by its own call of the tensor that it is a view of; None if it is none.

@@ -79,6 +79,39 @@ def test_gradients_that_are_cleared_behind_the_read_stay_where_it_returns() -> N
     assert compiled.launches > 10
 
 
+def by_hand(training: Training) -> None:
+    for param in training.model.parameters():
+        param.grad = None
+
+
+CLEARS: dict[str, Callable[[Training], object]] = {
+    "by the optimizer": lambda training: training.opt.zero_grad(),
+    "to zeros": lambda training: training.opt.zero_grad(set_to_none=False),
+    "by the module": lambda training: training.model.zero_grad(),
+    "by hand": by_hand,
+}
+
+
+@pytest.mark.parametrize("how", CLEARS)
+def test_gradients_that_are_cleared_first_are_gone(how: str) -> None:
+    """In the first call there are none, so it is not seen that they are cleared."""
+
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> Tensor:
+            CLEARS[how](training)
+            loss = training.model(x).square().mean()
+            training.notes.append(loss.item())
+            loss.backward()
+            training.opt.step()
+            return loss.detach()
+
+        return step
+
+    compiled = Compiled()
+    train_both(make, compiled=compiled)
+    assert compiled.launches > 0
+
+
 def test_gradients_add_up() -> None:
     def make(training: Training) -> Step:
         calls = iter(range(100))
