@@ -222,6 +222,8 @@ DOORS: dict[str, dict[str, str]] = {
         "torch._C._distributed_c10d": "ties the work of a collective to its result, for wait_tensor",
     },
     "live/recording/handle.py": {
+        "torch._C._PreserveDispatchKeyGuard": "what C++ has left out is put back behind calls that run late",
+        "torch._C._dispatch_tls_set_dispatch_key_excluded": "those calls go through autograd",
         "torch._C._EnableTorchFunction": "a call runs as it would in eager code",
         "torch.Tensor._make_wrapper_subclass": "a tensor with a shape and no memory, until its numbers are known",
         "torch._C._len_torch_function_stack": "whether the mode of a live step is on",

@@ -363,6 +363,8 @@ LOOPS = {
         wrapped_anew, two_wrappers,
     )
 }  # fmt: skip
+if torch.__version__ < "2.13":  # torch's own second forward ends the graph of the first there
+    del LOOPS["two_forwards"]
 
 
 def compiled(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -132,7 +132,9 @@ class Handle(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        _flush(func, args, kwargs or {})
+        with torch._C._PreserveDispatchKeyGuard():  # C++ has left autograd by now, and recorded calls go through it
+            torch._C._dispatch_tls_set_dispatch_key_excluded("AutogradFunctionality", False)
+            _flush(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
