@@ -67,6 +67,12 @@ class Loop:
             self.seen.append(self.model(batches(1)[0][0]))
         self.model.train()
 
+    def trained(self, step: Callable[..., Any]) -> list[Tensor]:
+        """What is left behind a call for each batch."""
+        for x, y in batches():
+            step(x, y)
+        return self.results()
+
     def see_buffers(self) -> None:
         self.seen += [one.clone() for one in self.model.buffers()]
 
@@ -82,10 +88,7 @@ def the_module_inside(make: Make) -> list[Tensor]:
         loss_of(loop.model.module, x, y).backward()
         loop.update()
 
-    step = make(step)
-    for x, y in batches():
-        step(x, y)
-    return loop.results()
+    return loop.trained(make(step))
 
 
 def reduced_by_hand(make: Make) -> list[Tensor]:
@@ -99,10 +102,7 @@ def reduced_by_hand(make: Make) -> list[Tensor]:
             dist.all_reduce(param.grad)
         loop.update()
 
-    step = make(step)
-    for x, y in batches():
-        step(x, y)
-    return loop.results()
+    return loop.trained(make(step))
 
 
 def a_second_backward(make: Make) -> list[Tensor]:
@@ -115,10 +115,7 @@ def a_second_backward(make: Make) -> list[Tensor]:
         out.pow(2).mean().backward()
         loop.update()
 
-    step = make(step)
-    for x, y in batches():
-        step(x, y)
-    return loop.results()
+    return loop.trained(make(step))
 
 
 def gradients_that_are_returned(make: Make) -> list[Tensor]:
@@ -131,10 +128,7 @@ def gradients_that_are_returned(make: Make) -> list[Tensor]:
             param.grad = grad
         loop.update()
 
-    step = make(step)
-    for x, y in batches():
-        step(x, y)
-    return loop.results()
+    return loop.trained(make(step))
 
 
 def unfrozen_later(make: Make) -> list[Tensor]:
@@ -180,10 +174,7 @@ def an_ignored_buffer(make: Make) -> list[Tensor]:
         loss_of(loop.model, x, y).backward()
         loop.update()
 
-    step = make(step)
-    for x, y in batches():
-        step(x, y)
-    return loop.results()
+    return loop.trained(make(step))
 
 
 def evaluations_between(make: Make) -> list[Tensor]:
@@ -263,10 +254,7 @@ def two_backwards(make: Make) -> list[Tensor]:
         loss_of(loop.model, other, y).backward()
         loop.update()
 
-    step = make(step)
-    for x, y in batches():
-        step(x, y)
-    return loop.results()
+    return loop.trained(make(step))
 
 
 def two_forwards(make: Make) -> list[Tensor]:
@@ -292,10 +280,7 @@ def past_the_wrapper_behind_it(make: Make) -> list[Tensor]:
         loss_of(loop.model.module, x, y).backward()
         loop.update()
 
-    step = make(step)
-    for x, y in batches():
-        step(x, y)
-    return loop.results()
+    return loop.trained(make(step))
 
 
 def evaluations_in_the_step(make: Make) -> list[Tensor]:
