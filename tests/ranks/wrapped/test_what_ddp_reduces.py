@@ -257,6 +257,21 @@ def two_backwards(make: Make) -> list[Tensor]:
     return loop.trained(make(step))
 
 
+def cleared_first(make: Make) -> list[Tensor]:
+    """With a value in between, the backward runs ahead of it."""
+    loop = Loop(plain())
+
+    def step(x: Tensor, y: Tensor) -> None:
+        loop.opt.zero_grad()
+        loss = loss_of(loop.model, x, y)
+        if READS_GRADIENTS:
+            READ.append(loss.item())
+        loss.backward()
+        loop.opt.step()
+
+    return loop.trained(make(step))
+
+
 def two_forwards(make: Make) -> list[Tensor]:
     """The second gives buffers the values of the first rank, which the graph of the first has saved."""
     loop = Loop(normed())
@@ -345,7 +360,7 @@ LOOPS = {
         the_module_inside, reduced_by_hand, a_second_backward, gradients_that_are_returned, unfrozen_later, added_later,
         an_ignored_buffer, evaluations_between, compiled_evaluations, micro_batches_by_call,
         wrappers_with_other_buffers, two_backwards, two_forwards, past_the_wrapper_behind_it, evaluations_in_the_step,
-        wrapped_anew, two_wrappers,
+        wrapped_anew, two_wrappers, cleared_first,
     )
 }  # fmt: skip
 if torch.__version__ < "2.13":  # torch's own second forward ends the graph of the first there
@@ -400,7 +415,13 @@ def live_loop(name: str, asks_before_the_update: bool) -> tuple[list[Tensor], li
 @pytest.mark.parametrize("may_go_live", [True])
 @pytest.mark.parametrize(
     ("name", "asks_before_the_update"),
-    [*((name, False) for name in LOOPS), ("a_second_backward", True), ("two_backwards", True), ("two_wrappers", True)],
+    [
+        *((name, False) for name in LOOPS),
+        ("a_second_backward", True),
+        ("two_backwards", True),
+        ("two_wrappers", True),
+        ("cleared_first", True),
+    ],
 )
 def test_a_live_step_does_the_same(pool2: Any, name: str, asks_before_the_update: bool, may_go_live: bool) -> None:
     """But for rounding: gradients that came in two backwards are reduced together in a piece."""
