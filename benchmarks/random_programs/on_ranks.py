@@ -22,6 +22,14 @@ _NORM, _BLIND_TO_ROUNDING = "norm=True", "torch.optim.SGD("
 """A bias in front of a norm has a gradient of zero. Optimizers but SGD scale its rounding: shards round otherwise."""
 _SHARDS = (".weight", ".bias", "parameters()", "shadow")
 """What is torch's own business between two calls: a parameter is a DTensor there."""
+_OTHER_NAMES = {
+    "alias, raw = model.first.weight.detach(), model.last.bias.data": "alias, raw = torch.ones(5, 4), torch.ones(3)",
+    "alias = model.first.weight.detach()": "alias = model.first.weight.detach().clone()",
+    "raw = model.last.bias.data": "raw = model.last.bias.data.clone()",
+    "user.flat_gradients(model) if True": "torch.ones(38) if True",
+    "model.last.weight.detach().numpy() if True": "np.ones((3, 5), np.float32) if True",
+}
+"""Other names for memory of a parameter, and what is none. They keep what they had when parameters became shards."""
 
 
 def judged_under(ranks: Ranks, strategy: str, program: Program) -> Verdict:
@@ -37,7 +45,7 @@ def judged_on_a_rank(program: Program, strategy: str) -> Verdict:
     """What this rank finds; both call it."""
     is_fsdp = isinstance(STRATEGIES[strategy], ws.FSDP)
     if is_fsdp:
-        program = _without_shards_between_calls(program)
+        program = _with_shards(program)
     has_norm = _NORM in program.text
     if has_norm and _BLIND_TO_ROUNDING not in program.text and not isinstance(STRATEGIES[strategy], ws.DDP):
         return Verdict(program, "discarded, scales a rounding", ())
@@ -49,6 +57,14 @@ def judged_on_a_rank(program: Program, strategy: str) -> Verdict:
     return found if found.holds or told else dataclasses.replace(found, kind="holds but for views", complaints=())
 
 
-def _without_shards_between_calls(program: Program) -> Program:
+def _with_shards(program: Program) -> Program:
+    """The program without what shards do otherwise."""
     quiet = tuple(tuple(one for one in done if not any(name in one for name in _SHARDS)) for done in program.between)
-    return dataclasses.replace(program, between=quiet)
+    lines = tuple(dataclasses.replace(line, text=_with_own_memory(line.text)) for line in program.lines)
+    return dataclasses.replace(program, head=_with_own_memory(program.head), lines=lines, between=quiet)
+
+
+def _with_own_memory(text: str) -> str:
+    for name, own in _OTHER_NAMES.items():
+        text = text.replace(name, own)
+    return text
