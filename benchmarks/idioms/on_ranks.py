@@ -7,6 +7,7 @@ gradients is that of eager code.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,7 @@ class Ranks:
 def _begin() -> None:
     torch.set_num_threads(1)
     logging.getLogger("wholestep").setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of torch, at every module that is wrapped
     enter("gloo", _TIMEOUT_S)
 
 

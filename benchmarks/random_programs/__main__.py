@@ -2,7 +2,8 @@
 
     python -m benchmarks.random_programs --programs 10000
     python -m benchmarks.random_programs --first 4711 --programs 1 --json
-    python -m benchmarks.random_programs --strategy fsdp   # on two gloo processes
+    python -m benchmarks.random_programs --strategy fsdp          # on two gloo processes
+    python -m benchmarks.random_programs --strategy wrapped_ddp   # a wrapped network, compared with itself
 
 The exit status is 1 if a program differs.
 """
@@ -26,6 +27,7 @@ from rich.progress import Progress
 from benchmarks.random_programs.judge import Verdict, judged, shrunk
 from benchmarks.random_programs.on_ranks import STRATEGIES, Ranks, judged_under
 from benchmarks.random_programs.program import random_program
+from benchmarks.random_programs.wrapped import WRAPPERS
 
 
 def main() -> int:
@@ -38,7 +40,9 @@ def main() -> int:
         "--json", action="store_true", help="counts, and of each failure its seed, text and differences"
     )
     parser.add_argument("--keep-size", action="store_true", help="do not shrink what fails")
-    parser.add_argument("--strategy", choices=STRATEGIES, help="train on two processes (default: on one, with none)")
+    parser.add_argument(
+        "--strategy", choices=[*STRATEGIES, *WRAPPERS], help="train on two processes (default: on one, with none)"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("wholestep").setLevel(logging.CRITICAL)

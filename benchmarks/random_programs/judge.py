@@ -38,11 +38,17 @@ class Verdict:
 Judge = Callable[[Program], Verdict]
 
 
-def judged(program: Program, strategy: Strategy | None = None, grad_weight: float | None = None) -> Verdict:
-    """Runs a program both ways; compiled with a strategy, and with gradients that count so much on this rank."""
+def judged(
+    program: Program, strategy: Strategy | None = None, grad_weight: float | None = None, *, is_wrapped: bool = False
+) -> Verdict:
+    """Runs a program both ways; compiled with a strategy, and with gradients that count so much on this rank.
+
+    Eager code that wraps its network trains on all ranks, too, and has the same weight.
+    """
     name = f"program {program.seed}"
+    built = functools.partial(program.loop, grad_weight if is_wrapped else None)
     try:
-        want = play(Idiom(name=name, group="random", build=program.loop), lambda step: step, calls=CALLS)
+        want = play(Idiom(name=name, group="random", build=built), lambda step: step, calls=CALLS)
     except Exception as error:
         return Verdict(program, f"discarded, {type(error).__name__}", ())
     idiom = Idiom(name=name, group="random", build=functools.partial(program.loop, grad_weight))

@@ -2,12 +2,13 @@
 
 Both ranks have the same batches and random numbers, so their Python goes one way, and the average of their gradients is
 that of eager code in every bit. In every other program the gradients of the network count twice on rank 0 and nothing
-on rank 1: a gradient that nobody reduces is seen.
+on rank 1: a gradient that nobody reduces is seen. A wrapped network is compared with itself in eager code, on both.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import torch.distributed as dist
 
@@ -15,6 +16,7 @@ import wholestep as ws
 from benchmarks.idioms.on_ranks import NPROC, STRATEGIES, Ranks
 from benchmarks.random_programs.judge import Verdict, judged
 from benchmarks.random_programs.program import CALLS, Program
+from benchmarks.random_programs.wrapped import WRAPPERS, wrapped
 
 _GRADIENTS_OF_A_RANK = ("x.requires_grad", "out.retain_grad", "out.register_hook", "loss.register_hook")
 """What shows gradients that are averaged nowhere: with one of these both ranks count alike, too."""
@@ -43,6 +45,12 @@ def judged_under(ranks: Ranks, strategy: str, program: Program) -> Verdict:
 
 def judged_on_a_rank(program: Program, strategy: str) -> Verdict:
     """What this rank finds; both call it."""
+    if strategy in WRAPPERS:
+        alike = any(one in program.text for one in _GRADIENTS_OF_A_RANK)
+        changed = wrapped(program, strategy)
+        if changed is None:
+            return Verdict(program, "discarded, fully_shard does otherwise", ())
+        return _without(r"\.grad(:type)?(: wanted None| exists only)", judged(changed, None, _weight(alike), is_wrapped=True))
     is_fsdp = isinstance(STRATEGIES[strategy], ws.FSDP)
     if is_fsdp:
         program = _with_shards(program)
@@ -50,11 +58,21 @@ def judged_on_a_rank(program: Program, strategy: str) -> Verdict:
     if has_norm and _BLIND_TO_ROUNDING not in program.text and not isinstance(STRATEGIES[strategy], ws.DDP):
         return Verdict(program, "discarded, scales a rounding", ())
     alike = has_norm or program.seed % 2 == 0 or any(one in program.text for one in _GRADIENTS_OF_A_RANK)
-    weight = None if alike else 0.0 if dist.get_rank() else float(NPROC)
-    found = judged(program, STRATEGIES[strategy], weight)
+    found = judged(program, STRATEGIES[strategy], _weight(alike))
     # A result that is a view of a parameter is a copy under FSDP (docs/strategies.md), and shows no later writes.
-    told = [one for one in found.complaints if not (is_fsdp and one.startswith(f"call {CALLS}: results of all calls"))]
-    return found if found.holds or told else dataclasses.replace(found, kind="holds but for views", complaints=())
+    return _without(f"call {CALLS}: results of all calls", found) if is_fsdp else found
+
+
+def _without(known: str, found: Verdict) -> Verdict:
+    """The verdict without complaints of a known kind, a regular expression."""
+    told = tuple(one for one in found.complaints if not re.search(known, one))
+    kind = found.kind if told == found.complaints or told else "holds but for what is known"
+    return dataclasses.replace(found, kind=kind, complaints=told)
+
+
+def _weight(alike: bool) -> float | None:
+    """What the gradients of the network count on this rank; None where they count alike."""
+    return None if alike else 0.0 if dist.get_rank() else float(NPROC)
 
 
 def _with_shards(program: Program) -> Program:

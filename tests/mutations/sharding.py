@@ -422,16 +422,17 @@ SHARDING_MUTATIONS = (
         name="gathered_first_in_inference_mode",
         what="torch makes the gathered parameters of a module wherever it is first evaluated",
         file="runtime/sharding/shard_live.py",
-        old="        gather_once(root)",
+        old="        gather_once([root])",
         new="        pass",
         tests=(f"{LIVE}[evaluates_before_it_trains]",),
     ),
     Mutation(
         name="wrapped_gathered_first_in_inference_mode",
         what="the same of a module that its user has given to fully_shard",
-        file="runtime/wrapped_strategy.py",
-        old="        fully_shard_settings.gather_once(root)",
-        new="        pass",
+        file="api/stages.py",
+        old="self._fully_sharded = gather_once(root",
+        new="self._fully_sharded = list(one for _, it in found.modules.values() for one in it.modules() "
+        "if isinstance(one, FSDPModule)) or list(root",
         tests=("tests/ranks/wrapped/test_fully_shard.py::test_an_evaluation_in_inference_mode_spoils_no_training",),
     ),
     Mutation(

@@ -72,7 +72,7 @@ class Dispatcher:
         """Runs the entry whose guards hold, which is the first one behind it, by a full comparison."""
         self._stats.dispatched_calls += 1
         self.fast_call = None
-        self._stages.reshard()
+        self._stages.settle()
         leaves, spec = tree_util.flatten((args, kwargs))
         if any(map(still_waits, leaves)):
             leaves = list(map(awaited, leaves))

@@ -28,7 +28,7 @@ from wholestep.capture.reach.arguments import marked_sizes
 from wholestep.capture.reach.reachability import find_reachable
 from wholestep.capture.reach.train_state import collect
 from wholestep.capture.retrace_policy import RetracePolicy
-from wholestep.capture.wrappers.fully_shard_settings import sharded_modules
+from wholestep.capture.wrappers.fully_shard_settings import gather_once, settle
 from wholestep.config import DDP, FSDP, Compress, Strategy, ZeRO
 from wholestep.cost.cost_model import CostModel
 from wholestep.errors import CaptureError, RankMismatchError
@@ -146,10 +146,9 @@ class Stages:
                     raise CaptureError(f"{self.name} is another graph on each rank.") from error
                 raise
 
-    def reshard(self) -> None:
-        """Drops parameters that an eager forward without a backward has left gathered: a step makes them stale."""
-        for module in self._fully_sharded:
-            module.reshard()
+    def settle(self) -> None:
+        """Puts in order what eager code has left in modules of ``fully_shard``."""
+        settle(self._fully_sharded)
 
     def plan(self, captured: Captured, lookup: CacheLookup) -> Entry:
         """Every stage after capture, in order."""
@@ -310,8 +309,8 @@ class Stages:
             return False
         self._is_adopted = True
         found = find_reachable(self.step, args, kwargs)
-        self._fully_sharded = sharded_modules(root for _, root in found.modules.values())
-        self.reshard()
+        self._fully_sharded = gather_once(root for _, root in found.modules.values())
+        self.settle()
         self.is_parallel = wrapped_strategy.is_tensor_parallel(found, self._given.strategy)
         if self.is_parallel:
             return True
@@ -345,7 +344,7 @@ class Stages:
         mesh, strategy = self._mesh(world), self._strategy(world)
         if mesh is not None and mesh.size() > 1 and isinstance(strategy, (FSDP, ZeRO)):
             nccl_connect.wait()
-            self._sharding(args, kwargs, strategy, mesh, data_axes(world, mesh))
+            self._fully_sharded = self._sharding(args, kwargs, strategy, mesh, data_axes(world, mesh))
 
     def _strategy(self, world: World) -> Strategy | None:
         is_given = self.options.strategy is not None or world.size == 1 or self.is_parallel

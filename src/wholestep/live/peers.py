@@ -31,7 +31,7 @@ from wholestep.capture.reach.train_state import TrainState
 from wholestep.capture.tracing.backward_engine import Engine, backward_replaced
 from wholestep.capture.wrappers import ddp
 from wholestep.capture.wrappers.fully_shard_hooks import before_forwards, reduced_alike
-from wholestep.capture.wrappers.fully_shard_settings import gathered_leaves
+from wholestep.capture.wrappers.fully_shard_settings import gathered_leaves, settle
 from wholestep.config import DDP, FSDP, CastCompress, Strategy
 from wholestep.errors import CaptureError, RankMismatchError
 from wholestep.ir.dtensor.shards import is_sharded
@@ -149,8 +149,7 @@ class Peers:
         if self.wrapped is not None and isinstance(self.strategy, DDP):
             self.wrapped = replace(self.wrapped, reduced=ddp.managed(wrappers))
         self.shards.begin(self._state.params)
-        for module in reached.sharded:
-            module.reshard()  # what an eager forward has left gathered would be stale behind a piece
+        settle(reached.sharded)
         kinds = [] if self._is_equal else [InputKind.PARAM, InputKind.BUFFER]
         kinds += [InputKind.BUFFER] if self.strategy.broadcast_buffers and self._is_equal else []
         chosen = [slot for slot in self._state.of_kind(*kinds) if not is_sharded(slot.tensor)]

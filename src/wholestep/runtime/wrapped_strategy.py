@@ -111,8 +111,6 @@ def _of_sharded(found: Reachable, settings: list[fully_shard_settings.FullyShard
                 f"Modules of the step were given to fully_shard with other meshes, policies or divide factors: {one} "
                 f"and {other}. The graph of a step has one strategy: shard them alike."
             )
-    for _, root in found.modules.values():
-        fully_shard_settings.gather_once(root)
     reduced = frozenset(id(slot.tensor) for slot in collect(found).params if is_sharded(slot.tensor))
     strategy = FSDP(
         reduce="sum" if one.sums else "mean", sync_at_start=False, broadcast_buffers=False, mp_policy=one.mp_policy,

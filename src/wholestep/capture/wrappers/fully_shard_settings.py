@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +55,11 @@ def _over_data(params: Iterable[FSDPParam]) -> list[torch.Tensor]:
     return [one for one in sharded if sum(not isinstance(placed, Replicate) for placed in one.placements) <= 1]
 
 
-_SETTINGS = ("mp_policy", "gradient_divide_factor", "_all_reduce_hook", "_all_gather_comm", "_reduce_scatter_comm")
+_ACCUMULATES = "_wholestep_accumulates"
+"""Where it is noted with a group that an eager backward has left gradients, which it may not have reduced."""
+_SETTINGS = (
+    "mp_policy", "gradient_divide_factor", "_all_reduce_hook", "_all_gather_comm", "_reduce_scatter_comm", _ACCUMULATES,
+)  # fmt: skip
 """Attributes of a group of parameters that a trace depends on, but for `_RESHARD`."""
 _RESHARD = "post_forward_mesh_info"
 """Torch sets that of the outermost module itself, in its first eager forward."""
@@ -81,8 +87,49 @@ def waits_for_more(root: nn.Module) -> bool:
     return any(not group.reduce_grads for _, group in _groups(root))
 
 
-def gather_once(root: nn.Module) -> None:
-    """Has torch make the whole parameters of every module of ``fully_shard`` inside of `root`, if it has not yet.
+def settle(modules: Iterable[FSDPModule]) -> None:
+    """Puts in order what eager code has left, which a graph would not see: parameters that are gathered, which a step
+    makes stale, are dropped, and gradients that wait for the last micro-batch are reduced. All ranks take part.
+    """
+    for module in modules:
+        module.reshard()
+        for group in _groups_of(module):
+            if vars(group).get(_ACCUMULATES):
+                setattr(group, _ACCUMULATES, False)
+                _reduce_accumulated(group)
+
+
+def _reduce_accumulated(group: Any) -> None:
+    made = [one for one in group.fsdp_params if hasattr(one, "_unsharded_param")]
+    if all(one._unsharded_param.grad is None and one.unsharded_accumulated_grad is None for one in made):
+        return
+    waits, phase, group.reduce_grads = not group.reduce_grads, group._training_state, True
+    try:
+        group.post_backward()
+        group.finalize_backward()
+    finally:
+        group.reduce_grads, group._training_state = not waits, phase
+
+
+def _note_accumulations(group: Any) -> None:
+    if _ACCUMULATES in vars(group):
+        return
+    setattr(group, _ACCUMULATES, False)
+    note = partial(_note_accumulation, weakref.ref(group))
+    for one in group.fsdp_params:
+        if hasattr(one, "_unsharded_param") and one._unsharded_param.requires_grad:
+            one._unsharded_param.register_post_accumulate_grad_hook(note)
+
+
+def _note_accumulation(group: weakref.ref[Any], _: torch.Tensor) -> None:
+    if (one := group()) is not None:
+        setattr(one, _ACCUMULATES, True)
+
+
+def gather_once(roots: Iterable[nn.Module]) -> list[FSDPModule]:
+    """Has torch make the whole parameters of every module of ``fully_shard`` inside of `roots`, if it has not yet.
+
+    Returns those modules. From then on eager backwards note that they have left gradients, for `settle`.
 
     It makes them in a module's first gather and keeps them. A graph gathers without them, so the first gather may be an
     evaluation in inference mode, and what is made there serves no training any more. All ranks take part.
@@ -90,12 +137,16 @@ def gather_once(root: nn.Module) -> None:
     Modules whose parameters that train have several dtypes are left as they are: torch itself gathers no such module
     (AssertionError), so none of them has an eager forward.
     """
-    for module in sharded_modules([root]):
+    modules = sharded_modules(roots)
+    for module in modules:
         groups = _groups_of(module)
         is_made = all(hasattr(one, "_unsharded_param") for group in groups for one in group.fsdp_params)
         if not is_made and all(map(_has_one_dtype, groups)):
             module.unshard()
             module.reshard()
+        for group in groups:
+            _note_accumulations(group)
+    return modules
 
 
 def _has_one_dtype(group: Any) -> bool:

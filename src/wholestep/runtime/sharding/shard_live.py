@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -24,7 +24,7 @@ from wholestep.capture.reach.reachability import find_reachable
 from wholestep.capture.reach.reachable import Reachable
 from wholestep.capture.reach.train_state import CutState, states
 from wholestep.capture.wrappers.fully_shard_hooks import is_fully_sharded, note_strategy
-from wholestep.capture.wrappers.fully_shard_settings import gather_once
+from wholestep.capture.wrappers.fully_shard_settings import gather_once, sharded_modules
 from wholestep.config import FSDP, ZeRO
 from wholestep.ir.dtensor.shards import cut, default_dim, is_sharded, replicated_and
 from wholestep.ir.program import MeshAxis
@@ -51,12 +51,12 @@ class LiveSharding:
     def __call__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], config: FSDP | ZeRO, mesh: DeviceMesh,
         axes: tuple[MeshAxis, ...],
-    ) -> None:  # fmt: skip
-        """See `shard_parameters` and `shard_state`."""
+    ) -> list[FSDPModule]:  # fmt: skip
+        """Under FSDP see `shard_parameters`; under ZeRO cuts the state of optimizers. Returns modules that are cut."""
         found = find_reachable(self._step, args, kwargs)
         if isinstance(config, FSDP):
             shard_parameters(found, config, mesh, axes, initialize=self._initialize)
-            return
+            return sharded_modules(root for _, root in found.modules.values())
         ignored = {
             id(param)
             for name, root in found.modules.values()
@@ -67,6 +67,7 @@ class LiveSharding:
         for _, opt in found.optimizers.values():
             for param, held in states(opt):
                 self.cut_state(param, held)
+        return []
 
 
 def shard_parameters(
@@ -99,7 +100,7 @@ def shard_parameters(
             pairs = _shard_unit(root, unit, config, mesh, name)
             last = {id(old): new for old, new in pairs}
             replace_everywhere([*pairs, *((old, last.get(id(new), new)) for old, new in made)])
-        gather_once(root)
+        gather_once([root])
         reduce_whole(root, _ignored_parameters(root, config, name), config, axes)
         log.info("%s is sharded over %d ranks", name, axes[0].size)
 
