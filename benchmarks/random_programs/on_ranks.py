@@ -50,7 +50,9 @@ def judged_on_a_rank(program: Program, strategy: str) -> Verdict:
         changed = wrapped(program, strategy)
         if changed is None:
             return Verdict(program, "discarded, fully_shard does otherwise", ())
-        return _without(r"\.grad(:type)?(: wanted None| exists only)", judged(changed, None, _weight(alike), is_wrapped=True))
+        return _without(
+            r"\.grad(:type)?(: wanted None| exists only)", judged(changed, None, _weight(alike), is_wrapped=True)
+        )
     is_fsdp = isinstance(STRATEGIES[strategy], ws.FSDP)
     if is_fsdp:
         program = _with_shards(program)

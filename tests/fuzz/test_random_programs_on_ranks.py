@@ -13,11 +13,12 @@ import wholestep as ws
 from benchmarks.random_programs.judge import judged
 from benchmarks.random_programs.on_ranks import STRATEGIES, judged_on_a_rank
 from benchmarks.random_programs.program import random_program
+from benchmarks.random_programs.wrapped import WRAPPERS
 
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *WRAPPERS])
 @pytest.mark.parametrize("seed", range(7000, 7002))
 def test_a_program_does_what_eager_code_does(pool2: Any, seed: int, strategy: str) -> None:
     for found in pool2.run(judged_on_a_rank, random_program(seed), strategy):

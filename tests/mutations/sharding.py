@@ -16,6 +16,7 @@ LIVE = "tests/ranks/sharding/test_live_shards.py::test_python_sees_whole_tensors
 PIECES = "tests/ranks/sharding/test_live_pieces.py"
 PARALLEL = "tests/ranks/wrapped/test_tensor_parallel.py"
 MODULES = "tests/ranks/sharding/test_live_modules.py"
+WAITING = "tests/ranks/wrapped/test_waiting_gradients.py"
 POOL = "tests/unit/lower/cudagraph/test_graph_pool.py"
 
 SHOWN = "tests/ranks/wrapped/test_shown_shards.py::test_it_does_what_eager_code_does"
@@ -308,7 +309,7 @@ SHARDING_MUTATIONS = (
         name="python_sees_shards",
         what="Python of a live step computes with DTensors, whose numbers are those of one rank",
         file="live/live_step.py",
-        old="with computing(peers) if peers is not None and peers.computes_whole else nullcontext():",
+        old="with nullcontext() if peers is None else self._computing(peers):",
         new="with nullcontext():",
         tests=(f"{LIVE}[reads_parameters_and_gradients]",),
     ),
@@ -434,6 +435,44 @@ SHARDING_MUTATIONS = (
         new="self._fully_sharded = list(one for _, it in found.modules.values() for one in it.modules() "
         "if isinstance(one, FSDPModule)) or list(root",
         tests=("tests/ranks/wrapped/test_fully_shard.py::test_an_evaluation_in_inference_mode_spoils_no_training",),
+    ),
+    Mutation(
+        name="waiting_gradients_are_lost",
+        what="gradients of an eager micro-batch that wait for the next backward are no part of a compiled call",
+        file="capture/wrappers/fully_shard_settings.py",
+        old="            if vars(group).get(_ACCUMULATES):",
+        new="            if False:",
+        tests=(
+            f"{WAITING}::test_an_eager_micro_batch_counts_in_the_next_call[one graph-again-True]",
+            f"{WAITING}::test_it_counts_under_a_strategy[reads its loss-True]",
+        ),
+    ),
+    Mutation(
+        name="waiting_gradients_are_not_seen",
+        what="the usual call does not look for gradients that eager code has left",
+        file="capture/wrappers/fully_shard_settings.py",
+        old='"_reduce_scatter_comm", _ACCUMULATES,',
+        new='"_reduce_scatter_comm",',
+        tests=(f"{WAITING}::test_an_eager_micro_batch_counts_in_the_next_call[one graph-keep-True]",),
+    ),
+    Mutation(
+        name="waiting_gradients_are_not_noted",
+        what="eager backwards do not note that they have left gradients",
+        file="capture/wrappers/fully_shard_settings.py",
+        old="            one._unsharded_param.register_post_accumulate_grad_hook(note)",
+        new="            pass",
+        tests=(f"{WAITING}::test_an_eager_micro_batch_counts_in_the_next_call[one graph-again-True]",),
+    ),
+    Mutation(
+        name="gathered_parameters_are_shards",
+        what="behind a recorded forward Python computes with this rank's part of what torch would have gathered",
+        file="live/shard_calls.py",
+        old="                if id(leaf) in gathered:",
+        new="                if False:",
+        tests=tuple(
+            f"{WAITING}::test_gathered_parameters_are_whole_where_a_forward_is_recorded[{name}-True]"
+            for name in ("norm", "penalty")
+        ),
     ),
     Mutation(
         name="whole_parameters_stay_local",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,7 +29,7 @@ from wholestep.live.recording.path import Path, Paths
 from wholestep.live.recording.record import Read
 from wholestep.live.recording.snapshot import AsRecorded, as_recorded
 from wholestep.live.run import Run
-from wholestep.live.shard_calls import executed_on_whole, whole_operands
+from wholestep.live.shard_calls import executed_on_gathered, executed_on_whole, whole_operands
 
 
 class Compiled(Protocol):
@@ -163,9 +163,14 @@ class LiveStep:
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         peers = self._peers
-        computing = executed_on_whole if self.is_recorded else whole_operands
-        with computing(peers) if peers is not None and peers.computes_whole else nullcontext():
+        with nullcontext() if peers is None else self._computing(peers):
             return (self._recorded if self.is_recorded else self._step)(*args, **kwargs)
+
+    def _computing(self, peers: Peers) -> AbstractContextManager[None]:
+        """What calls on shards compute with."""
+        if not peers.computes_whole:
+            return executed_on_gathered(peers) if self.is_recorded else nullcontext()
+        return executed_on_whole(peers) if self.is_recorded else whole_operands(peers)
 
     def _recorded(self, *args: Any, **kwargs: Any) -> Any:
         """One call, whose calls of torch are recorded."""

@@ -32,7 +32,7 @@ from wholestep.live.recording.handle import CURRENT, Handle, execute, made, reco
 from wholestep.live.recording.metadata import METADATA
 from wholestep.live.recording.modes import current_modes, why_not_recordable
 from wholestep.live.recording.observer import Draws, DrawWatch
-from wholestep.live.recording.path import Path
+from wholestep.live.recording.path import BACKWARDS, Path
 from wholestep.live.recording.record import CONSTANT, VALUE, Key, OutputMeta, Read, Record, Value, name_of
 from wholestep.live.recording.structure import flatten, unflatten
 from wholestep.live.sizes.indices import plain_index
@@ -118,6 +118,12 @@ class Run(FollowedCalls):
             if any(record.drawn for record in self.records[self._started :]):
                 self.reads.add(Read(len(self.records), function, current_line()))
                 self._run_pending(f"{name_of(function)} asks for the state of random numbers")
+
+    def forwards(self) -> list[nn.Module]:
+        """The modules whose call has been recorded since the last backward."""
+        functions = [record.key.function for record in self.records]
+        since = max((place for place, one in enumerate(functions) if one in BACKWARDS), default=0)
+        return [one.module for one in functions[since:] if isinstance(one, OpaqueModule)]
 
     def finish(self) -> None:
         """The step has returned: what is still recorded runs."""
@@ -209,7 +215,6 @@ class Run(FollowedCalls):
 
     def _at_once(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
         """Executes a call on tensors that nothing recorded reads or writes: data, most of the time."""
-        self._learned.modules.open_gathered(leaves, self.records)
         watches = self._shares_stream(leaves) and any(record.drawn for record in self.records)
         try:
             with DrawWatch() if watches else nullcontext():  # type: ignore[no-untyped-call]
@@ -354,7 +359,6 @@ class Run(FollowedCalls):
         """Executes a call and notes what it was: a record, or a read, which gives None and its result."""
         self.executed += 1
         line, tensors = current_line(), self.tensors
-        self._learned.modules.open_gathered(leaves, self.records)
         seen = observe(key.function, args, kwargs, leaves, tensors)
         module = key.function.module if isinstance(key.function, OpaqueModule) else None
         if seen.state is not None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -30,11 +31,12 @@ from torch.utils import _pytree as pytree
 from wholestep.capture.python.code_owner import is_library_class
 from wholestep.capture.reach.train_state import states
 from wholestep.capture.wrappers.fully_shard_hooks import as_of_whole_parameters
+from wholestep.capture.wrappers.fully_shard_settings import kept_gathered
 from wholestep.ir.dtensor.shards import cut, is_dtensor, is_sharded, own_part
 from wholestep.live.opaque.functions import acts_on_parameters, clear_grads, redirected
 from wholestep.live.opaque.modules import OpaqueModule, OpenModule
 from wholestep.live.peers import RUNS_ON_SHARDS, Event, Peers
-from wholestep.live.recording.handle import CURRENT, RecordingMode, with_torch_functions
+from wholestep.live.recording.handle import CURRENT, RUNS, RecordingMode, with_torch_functions
 from wholestep.live.recording.metadata import METADATA
 from wholestep.live.recording.observer import Draws, DrawWatch
 from wholestep.live.recording.path import BACKWARDS
@@ -69,6 +71,38 @@ def executed_on_whole(peers: Peers) -> Iterator[None]:
         finally:
             CURRENT.executor = None
             calls.write_back()
+
+
+@contextmanager
+def executed_on_gathered(peers: Peers) -> Iterator[None]:
+    """While open, calls of a live step that are executed on this thread have parameters as ``fully_shard`` has them.
+
+    Torch keeps those of some modules gathered between a forward and its backward, where the step's Python finds plain
+    tensors. A forward that is recorded has gathered nothing, and Python finds shards.
+    """
+    CURRENT.executor = _GatheredCalls(peers)
+    try:
+        yield
+    finally:
+        CURRENT.executor = None
+
+
+@dataclass(frozen=True, slots=True)
+class _GatheredCalls:
+    peers: Peers
+
+    def execute(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Executes a call that a live step has recorded, or does not record."""
+        leaves: list[Any] = []
+        structure = flatten((args, kwargs), leaves)
+        if any(map(is_sharded, leaves)) and not acts_on_parameters(function, leaves):
+            gathered = kept_gathered(RUNS[get_ident()].forwards())
+            for place, leaf in enumerate(leaves):
+                if id(leaf) in gathered:
+                    found = gathered[id(leaf)]()
+                    leaves[place] = self.peers.whole(leaf) if found is None else found
+            args, kwargs = unflatten(structure, leaves)
+        return with_torch_functions(function, args, kwargs)
 
 
 @dataclass(slots=True)
@@ -142,6 +176,10 @@ class ShardCalls:
 
     def before_draws_are_told(self, function: Any) -> None:
         """Nothing waits."""
+
+    def forwards(self) -> list[nn.Module]:
+        """Nothing is recorded."""
+        return []
 
     def before_another_thread_calls(self, module: nn.Module) -> None:
         """Nothing waits."""

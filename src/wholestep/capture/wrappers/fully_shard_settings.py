@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -69,6 +70,19 @@ def gathered_leaves(roots: Iterable[nn.Module]) -> dict[int, torch.Tensor]:
     """By id of sharded parameters the whole ones that forwards have used, which are the leaves of their graphs."""
     params = [one for root in roots for _, group in _groups(root) for one in group.fsdp_params]
     return {id(one.sharded_param): one._unsharded_param for one in params if hasattr(one, "_unsharded_param")}
+
+
+def kept_gathered(modules: Iterable[nn.Module]) -> dict[int, Callable[[], torch.Tensor | None]]:
+    """By id of sharded parameters that torch keeps gathered behind forwards of `modules` what gives the gathered one.
+
+    It gives None where it is not gathered now, since another forward than torch's has run.
+    """
+    groups = (group for _, group in chain.from_iterable(map(_groups, modules)) if group.post_forward_mesh_info is None)
+    return {id(one.sharded_param): partial(_gathered, group, one) for group in groups for one in group.fsdp_params}
+
+
+def _gathered(group: Any, one: FSDPParam) -> torch.Tensor | None:
+    return one._unsharded_param if group.is_unsharded else None
 
 
 def sharded_by_user(roots: Iterable[nn.Module]) -> frozenset[int]:

@@ -11,7 +11,7 @@ costs the call of that module, and not the model.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, count
@@ -32,9 +32,7 @@ from wholestep.capture.python.snapshot import Snapshot
 from wholestep.capture.reach.arguments import ArgumentSize
 from wholestep.capture.reach.traced_inputs import StateSource
 from wholestep.capture.wrappers.fully_shard_hooks import is_fully_sharded
-from wholestep.capture.wrappers.fully_shard_settings import gathered_leaves
 from wholestep.errors import CaptureError, WholestepError
-from wholestep.ir.dtensor.shards import is_sharded
 from wholestep.live.sizes.module_sizes import Layout, ModuleSizes
 from wholestep.util.gradient_node import askable, is_leaf
 
@@ -177,21 +175,6 @@ class OpaqueModules:
     def reopen(self, module: nn.Module, why: str) -> None:
         """Has a module run its Python from now on."""
         self._known[module].why_open = why
-
-    def open_gathered(self, leaves: Iterable[Any], records: Iterable[Any]) -> None:
-        """Has modules of ``fully_shard`` run their Python from now on if a call is given what one has gathered.
-
-        Torch keeps parameters of some modules gathered between their forward and its backward, where the step's Python
-        finds whole ones. A forward that is recorded and has not run has gathered none. `records`: of this run so far.
-        """
-        given = {id(leaf) for leaf in leaves if isinstance(leaf, nn.Parameter) and not is_sharded(leaf)}
-        if not given:
-            return
-        called = (one.key.function.module for one in records if isinstance(one.key.function, OpaqueModule))
-        parts = [one for module in called for one in module.modules() if is_fully_sharded(one)]
-        if given & {id(one) for one in gathered_leaves(parts).values()}:
-            for one in parts:
-                self._known.setdefault(one, _Known()).why_open = "Python uses parameters that it has gathered"
 
     def may_be_opaque(self, module: nn.Module) -> bool:
         """Whether it is worth to look at a module: it is more than a call of torch, and not known to be open."""

@@ -42,6 +42,9 @@ class Recorder(Protocol):
     def before_draws_are_told(self, function: Any) -> None:
         """Runs what is recorded to draw: a function is about to tell or to set where random generators stand."""
 
+    def forwards(self) -> list[nn.Module]:
+        """The modules whose call has been recorded since the last backward."""
+
 
 class Executor(Protocol):
     """What executes the calls of a live step, where that is more than to call."""
