@@ -7,6 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import gc
 import logging
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,17 @@ def no_process_group_is_left() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def modules_of_a_test_leave_with_it() -> Iterator[None]:
+    """No step is saved in a process that has a module whose file was written while it ran."""
+    known = set(sys.modules)
+    yield
+    for name in set(sys.modules) - known:
+        path = getattr(sys.modules[name], "__file__", None)
+        if path is not None and Path(tempfile.gettempdir()) in Path(path).parents:
+            del sys.modules[name]
 
 
 @pytest.fixture

@@ -33,6 +33,12 @@ _OTHER_NAMES = {
 }
 """Other names for memory of a parameter, and what is none. They keep what they had when parameters became shards."""
 
+_VIEWS = f"call {CALLS}: results of all calls"
+"""A result that is a view of a parameter is a copy under FSDP (docs/strategies.md), and shows no later writes."""
+_WAITING = r"\.grad(:type)?(: wanted None| exists only|: .* elements differ)"
+"""Gradients that wait for the last micro-batch: eager code shows none, or those of the micro-batches before."""
+_NOTHING = r"(?!)"
+
 
 def judged_under(ranks: Ranks, strategy: str, program: Program) -> Verdict:
     """What came of a program on the rank that complains first, or on rank 0."""
@@ -47,12 +53,13 @@ def judged_on_a_rank(program: Program, strategy: str) -> Verdict:
     """What this rank finds; both call it."""
     if strategy in WRAPPERS:
         alike = any(one in program.text for one in _GRADIENTS_OF_A_RANK)
+        if _NORM in program.text and (_BLIND_TO_ROUNDING not in program.text or "torch.autograd.grad(" in program.text):
+            return Verdict(program, "discarded, scales a rounding", ())
         changed = wrapped(program, strategy)
         if changed is None:
             return Verdict(program, "discarded, fully_shard does otherwise", ())
-        return _without(
-            r"\.grad(:type)?(: wanted None| exists only)", judged(changed, None, _weight(alike), is_wrapped=True)
-        )
+        known = f"{_WAITING}|{_VIEWS}" if strategy == "fully_shard" else _NOTHING
+        return _without(known, judged(changed, None, _weight(alike), is_wrapped=True))
     is_fsdp = isinstance(STRATEGIES[strategy], ws.FSDP)
     if is_fsdp:
         program = _with_shards(program)
@@ -61,8 +68,7 @@ def judged_on_a_rank(program: Program, strategy: str) -> Verdict:
         return Verdict(program, "discarded, scales a rounding", ())
     alike = has_norm or program.seed % 2 == 0 or any(one in program.text for one in _GRADIENTS_OF_A_RANK)
     found = judged(program, STRATEGIES[strategy], _weight(alike))
-    # A result that is a view of a parameter is a copy under FSDP (docs/strategies.md), and shows no later writes.
-    return _without(f"call {CALLS}: results of all calls", found) if is_fsdp else found
+    return _without(_VIEWS, found) if is_fsdp else found
 
 
 def _without(known: str, found: Verdict) -> Verdict:

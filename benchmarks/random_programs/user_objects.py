@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 SCALE = 1.0
 """A global of another file, which `scaled` reads."""
@@ -185,6 +186,13 @@ def flat_gradients(model: nn.Module) -> Tensor:
     for param, part in zip(params, flat.split([param.numel() for param in params]), strict=True):
         param.grad = part.view_as(param)
     return flat
+
+
+def reshard(model: nn.Module) -> None:
+    """Has every module of ``fully_shard`` drop what it has gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def clamped_row(weight: Tensor, most: float) -> Tensor:

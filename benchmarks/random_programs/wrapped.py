@@ -22,9 +22,10 @@ _DDP_SETTINGS = (
     "find_unused_parameters=True", "static_graph=True", "bucket_cap_mb=0.00005, find_unused_parameters=True",
 )  # fmt: skip
 _FSDP_SETTINGS = ("", "", "reshard_after_forward=False")
+_MADE = "net = torch."
 _BUILT, _FORWARD, _ACCUMULATES = "    opt = ", "out = model(x)", "if count % 2 == 0:"
 _EVALUATES = "table['eval'] = model(x).mean().item()"
-_OF_WAITING = (".grad", "zero_grad", "count +=")
+_OF_WAITING = (".grad", "zero_grad", "clip_grad", "norm_of", "count +=")
 _OF_PARAMETERS = (".weight", ".bias", "parameters()", "state_dict", "user.decay")
 
 
@@ -34,11 +35,16 @@ def wrapped(program: Program, wrapper: str) -> Program | None:
     None for what is not compared.
     """
     rng = random.Random(program.seed)
+    if _MADE in program.head:
+        return program
     return _in_ddp(program, rng) if wrapper == "wrapped_ddp" else _fully_sharded(program, rng)
 
 
 def _in_ddp(program: Program, rng: random.Random) -> Program:
-    made = f"net = torch.nn.parallel.DistributedDataParallel(model, {rng.choice(_DDP_SETTINGS)})"
+    settings = rng.choice(_DDP_SETTINGS)
+    if "bucket_view" in settings and "user.flat_gradients(model) if True" in program.head:
+        settings = ""  # gradients become views of buckets, and of the flat one no more
+    made = f"net = torch.nn.parallel.DistributedDataParallel(model, {settings})"
     begin = "with net.no_sync() if count % 2 else torch.enable_grad(): " if _accumulates(program) else ""
     return _with(program, made, [(_FORWARD, f"{begin}out = net(x)")], program.lines)
 
@@ -52,7 +58,7 @@ def _fully_sharded(program: Program, rng: random.Random) -> Program | None:
     if _accumulates(program):
         begin = Line("net.set_requires_gradient_sync(count % 2 == 0)", can_go=True)
         lines = [begin, *(one for one in lines if not (one.can_go and _names(one, _OF_WAITING)))]
-    return _with(program, made, [(_FORWARD, "out = net(x)"), (_EVALUATES, f"{_EVALUATES}; net.reshard()")], lines)
+    return _with(program, made, [(_FORWARD, "out = net(x)"), (_EVALUATES, f"{_EVALUATES}; user.reshard(model)")], lines)
 
 
 def _accumulates(program: Program) -> bool:

@@ -475,6 +475,22 @@ SHARDING_MUTATIONS = (
         ),
     ),
     Mutation(
+        name="gathered_behind_a_backward",
+        what="what Python writes to shards behind a backward that is no record goes to a copy",
+        file="live/run.py",
+        old="            self.backward_at = len(self.records)",
+        new="            pass",
+        tests=(f"{WAITING}::test_what_is_written_to_shards_stays[updates_by_hand-True]",),
+    ),
+    Mutation(
+        name="gathered_behind_a_reshard",
+        what="and so behind reshard()",
+        file="live/followed_calls.py",
+        old="        self._resharded[id(module)] = len(self.records)",
+        new="        pass",
+        tests=(f"{WAITING}::test_what_is_written_to_shards_stays[writes_behind_an_evaluation-True]",),
+    ),
+    Mutation(
         name="whole_parameters_stay_local",
         what="an eager backward between two calls leaves each rank its own gradient of what FSDP keeps whole",
         file="runtime/sharding/whole_parameters.py",

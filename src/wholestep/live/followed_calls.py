@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from wholestep.capture.guards.fast_guards import held_elsewhere
-from wholestep.live.opaque.modules import OpaqueModules
+from wholestep.capture.wrappers.fully_shard_settings import sharded_modules
+from wholestep.live.opaque.modules import OpaqueModule, OpaqueModules
 from wholestep.live.pieces.observation import hooks_on_gradients
 from wholestep.live.pieces.pending_calls import Launcher, PendingCalls
 from wholestep.live.pieces.shape_inference import resized
@@ -61,6 +63,25 @@ class FollowedCalls(PendingCalls, ABC):
         """Takes what `PendingCalls` does, and what earlier calls of the step have shown."""
         super().__init__(paths, arguments, launch, agree_on_gradients)
         self._learned = learned
+        self.backward_at = 0
+        """How many calls were recorded in front of the last backward that is no record."""
+        self._resharded: dict[int, int] = {}
+        """Likewise of ``reshard()``, by id of the module."""
+
+    def note_reshard(self, module: FSDPModule) -> None:
+        """A module of ``fully_shard`` is told to drop what it has gathered."""
+        self._resharded[id(module)] = len(self.records)
+
+    def gathering(self) -> list[FSDPModule]:
+        """Modules of ``fully_shard`` that were called, as a record, since the last backward and their ``reshard()``."""
+        functions = [record.key.function for record in self.records]
+        since = max((place for place, one in enumerate(functions) if one in BACKWARDS), default=0)
+        found = dict[int, FSDPModule]()
+        for place in range(max(since, self.backward_at), len(functions)):
+            if isinstance(called := functions[place], OpaqueModule):
+                parts = sharded_modules([called.module])
+                found.update((id(one), one) for one in parts if self._resharded.get(id(one), 0) <= place)
+        return list(found.values())
 
     def _followed(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the next record gives, or the value that is read next, if this call is surely that; else NOT_SURE."""

@@ -119,12 +119,6 @@ class Run(FollowedCalls):
                 self.reads.add(Read(len(self.records), function, current_line()))
                 self._run_pending(f"{name_of(function)} asks for the state of random numbers")
 
-    def forwards(self) -> list[nn.Module]:
-        """The modules whose call has been recorded since the last backward."""
-        functions = [record.key.function for record in self.records]
-        since = max((place for place, one in enumerate(functions) if one in BACKWARDS), default=0)
-        return [one.module for one in functions[since:] if isinstance(one, OpaqueModule)]
-
     def finish(self) -> None:
         """The step has returned: what is still recorded runs."""
         with self._lock, recording_paused(), torch._C.DisableTorchFunction():
@@ -211,6 +205,8 @@ class Run(FollowedCalls):
     def _unrecorded(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> Any:
         self._flush(why)
         self.make_no_path(why)
+        if function in BACKWARDS:
+            self.backward_at = len(self.records)
         return execute(function, args, kwargs)
 
     def _at_once(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:

@@ -24,13 +24,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from wholestep.capture.python.code_owner import is_library_class
 from wholestep.capture.reach.train_state import states
-from wholestep.capture.wrappers.fully_shard_hooks import as_of_whole_parameters
+from wholestep.capture.wrappers.fully_shard_hooks import as_of_whole_parameters, reshards_noted
 from wholestep.capture.wrappers.fully_shard_settings import kept_gathered
 from wholestep.ir.dtensor.shards import cut, is_dtensor, is_sharded, own_part
 from wholestep.live.opaque.functions import acts_on_parameters, clear_grads, redirected
@@ -82,7 +83,8 @@ def executed_on_gathered(peers: Peers) -> Iterator[None]:
     """
     CURRENT.executor = _GatheredCalls(peers)
     try:
-        yield
+        with reshards_noted(lambda module: RUNS[get_ident()].note_reshard(module)):
+            yield
     finally:
         CURRENT.executor = None
 
@@ -96,7 +98,7 @@ class _GatheredCalls:
         leaves: list[Any] = []
         structure = flatten((args, kwargs), leaves)
         if any(map(is_sharded, leaves)) and not acts_on_parameters(function, leaves):
-            gathered = kept_gathered(RUNS[get_ident()].forwards())
+            gathered = kept_gathered(RUNS[get_ident()].gathering())
             for place, leaf in enumerate(leaves):
                 if id(leaf) in gathered:
                     found = gathered[id(leaf)]()
@@ -177,7 +179,10 @@ class ShardCalls:
     def before_draws_are_told(self, function: Any) -> None:
         """Nothing waits."""
 
-    def forwards(self) -> list[nn.Module]:
+    def note_reshard(self, module: FSDPModule) -> None:
+        """Nothing is recorded."""
+
+    def gathering(self) -> list[FSDPModule]:
         """Nothing is recorded."""
         return []
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 import wholestep as ws
 from tests.ranks.wrapped.test_fully_shard import SETTINGS, batches, net, sharded, train, whole
@@ -171,3 +172,48 @@ def looked_at(name: str, settings: dict[str, Any]) -> None:
 def test_gathered_parameters_are_whole_where_a_forward_is_recorded(pool2: Any, name: str, may_go_live: bool) -> None:
     """They are DTensors there, whose own norm is that of this rank's part."""
     pool2.run(looked_at, name, SETTINGS["keep"])
+
+
+def updates_by_hand(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Its backward is no record."""
+    out = model(x).float()
+    loss = nn.functional.cross_entropy(out, y) + out[:, torch.randperm(3)[0]].mean()
+    loss.backward()
+    with torch.no_grad():
+        for param in model.parameters():
+            param -= 0.1 * param.grad
+    opt.zero_grad()
+    return loss.detach()
+
+
+def writes_behind_an_evaluation(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Which has dropped again what it has gathered."""
+    loss = train(model, opt, x, y)
+    for _ in range(2):
+        with torch.no_grad():
+            scores = model(x)
+        if scores.mean() > 100:
+            break
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        model[3].weight.data.mul_(0.9)
+    return loss
+
+
+def written(step: Step, settings: dict[str, Any]) -> None:
+    eager, ours, compiled = sharded(**settings), sharded(**settings), ws.compile(step)
+    for number, (x, y) in enumerate(batches()):
+        torch.manual_seed(number)
+        came = compiled(*ours, x, y)
+        torch.manual_seed(number)
+        torch.testing.assert_close(came, step(*eager, x, y))
+    for want, came in zip(whole(eager[0]), whole(ours[0]), strict=True):
+        torch.testing.assert_close(came, want)
+
+
+@pytest.mark.parametrize("may_go_live", [True])
+@pytest.mark.parametrize("step", [updates_by_hand, writes_behind_an_evaluation])
+def test_what_is_written_to_shards_stays(pool2: Any, step: Step, may_go_live: bool) -> None:
+    """Nothing is gathered behind a backward, nor behind ``reshard()``."""
+    pool2.run(written, step, SETTINGS["keep"])

@@ -114,6 +114,19 @@ def before_forwards(do: Callable[[], None]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def reshards_noted(note: Callable[[FSDPModule], None]) -> Iterator[None]:
+    """While open, `note` is called with every module whose owner has it drop what it has gathered."""
+    original = FSDPModule.reshard
+
+    def reshard(module: FSDPModule) -> None:
+        note(module)
+        original(module)
+
+    with patch.object(FSDPModule, "reshard", reshard):
+        yield
+
+
 _KEPT = "_wholestep_nodes"
 """Where something is kept with the state of a module, which nobody looks at."""
 

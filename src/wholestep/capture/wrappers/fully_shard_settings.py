@@ -72,12 +72,12 @@ def gathered_leaves(roots: Iterable[nn.Module]) -> dict[int, torch.Tensor]:
     return {id(one.sharded_param): one._unsharded_param for one in params if hasattr(one, "_unsharded_param")}
 
 
-def kept_gathered(modules: Iterable[nn.Module]) -> dict[int, Callable[[], torch.Tensor | None]]:
-    """By id of sharded parameters that torch keeps gathered behind forwards of `modules` what gives the gathered one.
+def kept_gathered(modules: Iterable[FSDPModule]) -> dict[int, Callable[[], torch.Tensor | None]]:
+    """By id of parameters of `modules` that torch keeps gathered behind a forward what gives the gathered one.
 
     It gives None where it is not gathered now, since another forward than torch's has run.
     """
-    groups = (group for _, group in chain.from_iterable(map(_groups, modules)) if group.post_forward_mesh_info is None)
+    groups = [one for one in chain.from_iterable(map(_groups_of, modules)) if one.post_forward_mesh_info is None]
     return {id(one.sharded_param): partial(_gathered, group, one) for group in groups for one in group.fsdp_params}
 
 

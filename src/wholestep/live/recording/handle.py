@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -42,8 +43,11 @@ class Recorder(Protocol):
     def before_draws_are_told(self, function: Any) -> None:
         """Runs what is recorded to draw: a function is about to tell or to set where random generators stand."""
 
-    def forwards(self) -> list[nn.Module]:
-        """The modules whose call has been recorded since the last backward."""
+    def note_reshard(self, module: FSDPModule) -> None:
+        """A module of ``fully_shard`` is told to drop what it has gathered."""
+
+    def gathering(self) -> list[FSDPModule]:
+        """Modules of ``fully_shard`` whose recorded call would have gathered what they have now."""
 
 
 class Executor(Protocol):
