@@ -6,6 +6,9 @@ without one. There it loses what is written to them, an optimizer sees none of t
 evaluation starts from old parameters. A compiled step does what the lines say. So those lines are not compared: none
 uses parameters there, and each evaluation ends with ``reshard()``. In eager code gradients that wait for the last
 micro-batch are nowhere to be seen, and nothing clears them.
+
+Where a parameter is frozen behind its wrapping, DistributedDataParallel waits for its gradient and reduces none that
+lies in a bucket with it: each rank trains on with its own.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ _DDP_SETTINGS = (
     "find_unused_parameters=True", "static_graph=True", "bucket_cap_mb=0.00005, find_unused_parameters=True",
 )  # fmt: skip
 _FSDP_SETTINGS = ("", "", "reshard_after_forward=False")
-_MADE = "net = torch."
+_MADE, _FREEZES = "net = torch.", "requires_grad_(not"
 _BUILT, _FORWARD, _ACCUMULATES = "    opt = ", "out = model(x)", "if count % 2 == 0:"
 _EVALUATES = "table['eval'] = model(x).mean().item()"
 _OF_WAITING = (".grad", "zero_grad", "clip_grad", "norm_of", "count +=")
@@ -46,7 +49,10 @@ def _in_ddp(program: Program, rng: random.Random) -> Program:
         settings = ""  # gradients become views of buckets, and of the flat one no more
     made = f"net = torch.nn.parallel.DistributedDataParallel(model, {settings})"
     begin = "with net.no_sync() if count % 2 else torch.enable_grad(): " if _accumulates(program) else ""
-    return _with(program, made, [(_FORWARD, f"{begin}out = net(x)")], program.lines)
+    moves = [(f": {_FORWARD}", ": out = net(x)"), (_FORWARD, f"{begin}out = net(x)")]
+    lines = [line for line in program.lines if not (line.can_go and _FREEZES in line.text)]
+    between = tuple(tuple(one for one in done if _FREEZES not in one) for done in program.between)
+    return _with(dataclasses.replace(program, between=between), made, moves, lines)
 
 
 def _fully_sharded(program: Program, rng: random.Random) -> Program | None:
