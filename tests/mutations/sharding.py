@@ -16,6 +16,7 @@ LIVE = "tests/ranks/sharding/test_live_shards.py::test_python_sees_whole_tensors
 PIECES = "tests/ranks/sharding/test_live_pieces.py"
 PARALLEL = "tests/ranks/wrapped/test_tensor_parallel.py"
 MODULES = "tests/ranks/sharding/test_live_modules.py"
+EXCHANGED = "tests/ranks/sharding/test_exchanged_weights.py"
 WAITING = "tests/ranks/wrapped/test_waiting_gradients.py"
 POOL = "tests/unit/lower/cudagraph/test_graph_pool.py"
 
@@ -489,6 +490,38 @@ SHARDING_MUTATIONS = (
         old="        self._resharded[id(module)] = len(self.records)",
         new="        pass",
         tests=(f"{WAITING}::test_what_is_written_to_shards_stays[writes_behind_an_evaluation-True]",),
+    ),
+    Mutation(
+        name="names_of_memory_see_another",
+        what="what Python holds of a parameter shows the values of another memory that it assigns to .data",
+        file="live/shard_calls.py",
+        old="        self._peers.shards.part_names(owner)",
+        new="        pass",
+        tests=(f"{EXCHANGED}::test_what_had_the_memory_keeps_its_values[by_data_and_a_list-first-True]",),
+    ),
+    Mutation(
+        name="rows_see_another_memory",
+        what="so does a row of it",
+        file="live/shard_calls.py",
+        old="        self._held = [one for one in self._held if not is_same_memory(one.shard, owner)]",
+        new="        pass",
+        tests=(f"{EXCHANGED}::test_what_had_the_memory_keeps_its_values[with_a_row_held-first-True]",),
+    ),
+    Mutation(
+        name="gathered_dropped_behind_a_graph",
+        what="a backward whose own graph is gone through drops what that needs",
+        file="live/peers.py",
+        old="            with gathered_stay() if create else nullcontext():",
+        new="            with nullcontext():",
+        tests=(f"{EXCHANGED}::test_a_backward_goes_through_the_graph_of_another[False-True]",),
+    ),
+    Mutation(
+        name="gathered_before_an_update",
+        what="a forward behind an update runs with what a backward has left gathered",
+        file="live/peers.py",
+        old="        if self._stay_gathered:  # they may be of before an update",
+        new="        if False:",
+        tests=(f"{EXCHANGED}::test_a_backward_goes_through_the_graph_of_another[True-True]",),
     ),
     Mutation(
         name="whole_parameters_stay_local",

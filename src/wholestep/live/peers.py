@@ -15,7 +15,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,8 +30,8 @@ from wholestep.capture.python.user_frame import current_line
 from wholestep.capture.reach.train_state import TrainState
 from wholestep.capture.tracing.backward_engine import Engine, backward_replaced
 from wholestep.capture.wrappers import ddp
-from wholestep.capture.wrappers.fully_shard_hooks import before_forwards, reduced_alike
-from wholestep.capture.wrappers.fully_shard_settings import gathered_leaves, settle
+from wholestep.capture.wrappers.fully_shard_hooks import before_forwards, gathered_stay, reduced_alike
+from wholestep.capture.wrappers.fully_shard_settings import gathered_leaves, settle, sharded_modules
 from wholestep.config import DDP, FSDP, CastCompress, Strategy
 from wholestep.errors import CaptureError, RankMismatchError
 from wholestep.ir.dtensor.shards import is_sharded
@@ -89,6 +89,8 @@ class Peers:
         self._num_ranks = math.prod(axis.size for axis in axes)
         self._state = TrainState()
         self._roots: list[nn.Module] = []
+        self._stay_gathered = False
+        """Whether a backward of this call has made a graph, which goes through gathered parameters."""
         self._call_name: Callable[[], str] = lambda: ""
         self._is_equal = not strategy.sync_at_start
         self._runs: WeakKeyDictionary[Callable[..., Any], tuple[TrainState, int]] = WeakKeyDictionary()
@@ -144,7 +146,7 @@ class Peers:
         """The start of a call: finds parameters and buffers, and makes equal what the strategy wants equal."""
         self._call_name, self._parted = (lambda: call_name), None
         reached = self.walk.reached(args, kwargs)
-        self._state, self._roots = reached.state, reached.roots
+        self._state, self._roots, self._stay_gathered = reached.state, reached.roots, False
         wrappers = [wrapper for _, wrapper in reached.found.wrappers.values()]
         if self.wrapped is not None and isinstance(self.strategy, DDP):
             self.wrapped = replace(self.wrapped, reduced=ddp.managed(wrappers))
@@ -246,8 +248,10 @@ class Peers:
             self._reduce([one for one in found if one is not None])
         return found
 
-    def _meet_before_forward(self) -> None:
+    def _meet_before_forward(self, module: nn.Module) -> None:
         self.meet(Event(RUNS_FORWARD))
+        if self._stay_gathered:  # they may be of before an update
+            settle(sharded_modules([module]))
 
     def _reducing_backward(self, engine: Engine) -> Engine:
         def run(tensors: Any, grads: Any, keep: Any, create: Any, inputs: Any, *rest: Any, **kw: Any) -> Any:
@@ -255,10 +259,12 @@ class Peers:
                 return engine(tensors, grads, keep, create, inputs, *rest, **kw)
             self.meet(Event(RUNS_BACKWARD))
             result = functools.partial(engine, tensors, grads, keep, create, inputs, *rest, **kw)
-            if kw.get("accumulate_grad"):
-                with ddp.a_backward():
-                    return self._accumulated(result)
-            return result() if create else self._returned(result(), inputs)
+            self._stay_gathered |= bool(create)
+            with gathered_stay() if create else nullcontext():
+                if kw.get("accumulate_grad"):
+                    with ddp.a_backward():
+                        return self._accumulated(result)
+                return result() if create else self._returned(result(), inputs)
 
         return run
 

@@ -263,12 +263,22 @@ class ShardCalls:
         if is_sharded(owner):
             mesh, placements = owner.device_mesh, owner.placements
             values = [cut(one, mesh, placements) if _is_plain(one) else one for one in values]
-            if function == _SET_DATA:  # the hooks of torch gather from the memory that they know
-                owner._local_tensor.detach().copy_(values[0]._local_tensor)
-                return self._refresh()
+            if function == _SET_DATA:
+                return self._set_data(owner, values[0])
+        elif function == _SET_DATA and is_dtensor(values[0]):
+            values = [self._peers.whole(values[0])]
         result = with_torch_functions(function, (owner, *values), kwargs)
+        if is_dtensor(owner) and is_dtensor(result):
+            self._peers.shards.note_name(result)
         self._refresh()
         return result
+
+    def _set_data(self, owner: DTensor, value: DTensor) -> None:
+        """Another memory for a shard. The hooks of torch gather from the one that they know, so that is written to, and
+        what else is on it is given a memory of its own, with what was there."""
+        self._held = [one for one in self._held if not is_same_memory(one.shard, owner)]
+        self._peers.shards.part_names(owner)
+        owner._local_tensor.detach().copy_(value._local_tensor)
 
     def _in_place(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
         """A call in place on shards alone: torch knows how, for most. What draws, draws for the whole tensor."""

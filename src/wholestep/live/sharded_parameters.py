@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -48,6 +49,19 @@ class ShardedParameters:
         self._unreduced: dict[int, torch.Tensor] = {}
         """By place of the parameter the gradients that whole tensors got in a backward, which are this rank's alone."""
         self._keeps_gradients = False
+        self._names: list[weakref.ref[DTensor]] = []
+        """Other DTensors that Python was given on the memory of a shard, such as its ``.data``."""
+
+    def note_name(self, tensor: DTensor) -> None:
+        """Python is given a DTensor that is on the memory of a shard."""
+        self._names = [*(one for one in self._names if one() is not None), weakref.ref(tensor)]
+
+    def part_names(self, shard: DTensor) -> None:
+        """The memory of a shard is about to be that of another tensor: others on it keep what it holds."""
+        storage = shard._local_tensor.untyped_storage()._cdata
+        for one in (one() for one in self._names):
+            if one is not None and one is not shard and one._local_tensor.untyped_storage()._cdata == storage:
+                one._local_tensor = one._local_tensor.detach().clone()
 
     def begin(self, params: Iterable[Slot]) -> None:
         """A call begins. `params`: of the step, in an order that is the same on all ranks."""

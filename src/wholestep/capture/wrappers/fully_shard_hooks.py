@@ -100,17 +100,24 @@ def silent_hooks(gathered: Gathered) -> Iterator[None]:
 
 
 @contextmanager
-def before_forwards(do: Callable[[], None]) -> Iterator[None]:
-    """While open, `do` is called before the outermost sharded module of a forward gathers anything."""
+def before_forwards(do: Callable[[nn.Module], None]) -> Iterator[None]:
+    """While open, `do` is called with the outermost sharded module of a forward before it gathers anything."""
     original = FSDPState._root_pre_forward
 
     def root_pre_forward(state: FSDPState, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         begun.append(state)
         if state._state_ctx.iter_forward_root is None:
-            do()
+            do(module)
         return original(state, module, args, kwargs)
 
     with _forwards_ended() as begun, patch.object(FSDPState, "_root_pre_forward", root_pre_forward):
+        yield
+
+
+@contextmanager
+def gathered_stay() -> Iterator[None]:
+    """While open, a backward leaves gathered what it has gathered: another one goes through its own graph."""
+    with patch.object(FSDPParamGroup, "reshard", lambda group: None):
         yield
 
 
