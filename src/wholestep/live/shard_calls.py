@@ -76,17 +76,21 @@ def executed_on_whole(peers: Peers) -> Iterator[None]:
 
 @contextmanager
 def executed_on_gathered(peers: Peers) -> Iterator[None]:
-    """While open, calls of a live step that are executed on this thread have parameters as ``fully_shard`` has them.
+    """While open, calls of a live step on this thread are given parameters as ``fully_shard`` has them in eager code.
 
-    Torch keeps those of some modules gathered between a forward and its backward, where the step's Python finds plain
-    tensors. A forward that is recorded has gathered nothing, and Python finds shards.
+    It keeps some gathered between forward and backward. A recorded forward has gathered none, and Python finds shards.
     """
     CURRENT.executor = _GatheredCalls(peers)
     try:
-        with reshards_noted(lambda module: RUNS[get_ident()].note_reshard(module)):
+        with reshards_noted(_note_reshard):
             yield
     finally:
         CURRENT.executor = None
+
+
+def _note_reshard(module: FSDPModule) -> None:
+    if (run := RUNS.get(get_ident())) is not None:
+        run.note_reshard(module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +101,9 @@ class _GatheredCalls:
         """Executes a call that a live step has recorded, or does not record."""
         leaves: list[Any] = []
         structure = flatten((args, kwargs), leaves)
-        if any(map(is_sharded, leaves)) and not acts_on_parameters(function, leaves):
-            gathered = kept_gathered(RUNS[get_ident()].gathering())
+        run = RUNS.get(get_ident())
+        if run is not None and any(map(is_sharded, leaves)) and not acts_on_parameters(function, leaves):
+            gathered = kept_gathered(run.gathering())
             for place, leaf in enumerate(leaves):
                 if id(leaf) in gathered:
                     found = gathered[id(leaf)]()
@@ -268,7 +273,7 @@ class ShardCalls:
         elif function == _SET_DATA and is_dtensor(values[0]):
             values = [self._peers.whole(values[0])]
         result = with_torch_functions(function, (owner, *values), kwargs)
-        if is_dtensor(owner) and is_dtensor(result):
+        if is_dtensor(owner) and is_dtensor(result) and is_same_memory(owner, result):
             self._peers.shards.note_name(result)
         self._refresh()
         return result

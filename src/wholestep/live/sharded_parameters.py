@@ -54,7 +54,7 @@ class ShardedParameters:
 
     def note_name(self, tensor: DTensor) -> None:
         """Python is given a DTensor that is on the memory of a shard."""
-        self._names = [*(one for one in self._names if one() is not None), weakref.ref(tensor)]
+        self._names.append(weakref.ref(tensor))
 
     def part_names(self, shard: DTensor) -> None:
         """The memory of a shard is about to be that of another tensor: others on it keep what it holds."""
@@ -67,6 +67,7 @@ class ShardedParameters:
         """A call begins. `params`: of the step, in an order that is the same on all ranks."""
         self._params = list(params)
         self._unreduced.clear()
+        self._names = [one for one in self._names if one() is not None]
 
     def number_of(self, tensor: DTensor) -> int | None:
         """The number of a parameter or a gradient, or of what has its memory and layout; None for any other tensor."""
