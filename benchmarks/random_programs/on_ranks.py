@@ -58,7 +58,8 @@ def judged_on_a_rank(program: Program, strategy: str) -> Verdict:
         changed = wrapped(program, strategy)
         if changed is None:
             return Verdict(program, "discarded, fully_shard does otherwise", ())
-        known = f"{_WAITING}|{_VIEWS}" if strategy == "fully_shard" else _NOTHING
+        known = _VIEWS if strategy == "fully_shard" else _NOTHING
+        known = f"{_WAITING}|{known}" if "set_requires_gradient_sync" in changed.text else known
         return _without(known, judged(changed, None, _weight(alike), is_wrapped=True))
     is_fsdp = isinstance(STRATEGIES[strategy], ws.FSDP)
     if is_fsdp:
