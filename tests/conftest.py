@@ -59,7 +59,7 @@ def modules_of_a_test_leave_with_it() -> Iterator[None]:
     yield
     for name in set(sys.modules) - known:
         path = getattr(sys.modules[name], "__file__", None)
-        if path is not None and Path(tempfile.gettempdir()) in Path(path).parents:
+        if not name.startswith("torch.") and path is not None and Path(tempfile.gettempdir()) in Path(path).parents:
             del sys.modules[name]
 
 

@@ -106,7 +106,7 @@ class _GatheredCalls:
             gathered = kept_gathered(run.gathering())
             for place, leaf in enumerate(leaves):
                 if id(leaf) in gathered:
-                    found = gathered[id(leaf)]()
+                    found = gathered[id(leaf)]
                     leaves[place] = self.peers.whole(leaf) if found is None else found
             args, kwargs = unflatten(structure, leaves)
         return with_torch_functions(function, args, kwargs)
@@ -183,13 +183,6 @@ class ShardCalls:
 
     def before_draws_are_told(self, function: Any) -> None:
         """Nothing waits."""
-
-    def note_reshard(self, module: FSDPModule) -> None:
-        """Nothing is recorded."""
-
-    def gathering(self) -> list[FSDPModule]:
-        """Nothing is recorded."""
-        return []
 
     def before_another_thread_calls(self, module: nn.Module) -> None:
         """Nothing waits."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -72,17 +72,14 @@ def gathered_leaves(roots: Iterable[nn.Module]) -> dict[int, torch.Tensor]:
     return {id(one.sharded_param): one._unsharded_param for one in params if hasattr(one, "_unsharded_param")}
 
 
-def kept_gathered(modules: Iterable[FSDPModule]) -> dict[int, Callable[[], torch.Tensor | None]]:
-    """By id of parameters of `modules` that torch keeps gathered behind a forward what gives the gathered one.
+def kept_gathered(modules: Iterable[FSDPModule]) -> dict[int, torch.Tensor | None]:
+    """By id of parameters of `modules` that torch keeps gathered behind a forward the gathered one.
 
-    It gives None where it is not gathered now, since another forward than torch's has run.
+    None where it is not gathered now, since another forward than torch's has run.
     """
     groups = [one for one in chain.from_iterable(map(_groups_of, modules)) if one.post_forward_mesh_info is None]
-    return {id(one.sharded_param): partial(_gathered, group, one) for group in groups for one in group.fsdp_params}
-
-
-def _gathered(group: Any, one: FSDPParam) -> torch.Tensor | None:
-    return one._unsharded_param if group.is_unsharded else None
+    pairs = ((group, one) for group in groups for one in group.fsdp_params)
+    return {id(one.sharded_param): one._unsharded_param if group.is_unsharded else None for group, one in pairs}
 
 
 def sharded_by_user(roots: Iterable[nn.Module]) -> frozenset[int]:

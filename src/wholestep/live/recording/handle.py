@@ -43,6 +43,10 @@ class Recorder(Protocol):
     def before_draws_are_told(self, function: Any) -> None:
         """Runs what is recorded to draw: a function is about to tell or to set where random generators stand."""
 
+
+class RecordingRun(Recorder, Protocol):
+    """One that records; others execute each call at once."""
+
     def note_reshard(self, module: FSDPModule) -> None:
         """A module of ``fully_shard`` is told to drop what it has gathered."""
 
@@ -67,7 +71,7 @@ class _Current(threading.local):
 CURRENT = _Current()
 """What this thread does of a live step."""
 
-RUNS: dict[int, Recorder] = {}
+RUNS: dict[int, RecordingRun] = {}
 """The live steps that run in this process, by the thread."""
 
 
