@@ -19,7 +19,7 @@ Stages, seconds by the wall clock, each without the stages inside of it:
   place          collectives of the strategy put into the graph
   passes         those from placed to scheduled, the backend's own among them (`--passes` for each of them)
   lower          the scheduled program as a function; with Inductor, its decompositions and compilation
-  verify         the rules of each stage, checked behind every stage and pass
+  verify         the rules of each stage, checked after every stage and pass
   python         texts of graphs written by torch.fx and compiled by Python
   collector      Python's garbage collector
   agree          plans, costs and buckets compared with other ranks; parameters made equal

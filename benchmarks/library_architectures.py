@@ -137,7 +137,7 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[...,
 
 
 def trained(model: nn.Module, batches: list[dict[str, Tensor]], backend: Any) -> list[Tensor]:
-    """Losses, parameters and buffers behind all steps of a copy of the model; a backend of None is eager code."""
+    """Losses, parameters and buffers after all steps of a copy of the model; a backend of None is eager code."""
     twin = copy.deepcopy(model).train()
     step = step_of(twin, torch.optim.AdamW(twin.parameters(), 1e-3))
     run = step if backend is None else ws.compile(step, backend=backend, fullgraph=True)

@@ -95,7 +95,7 @@ def step_of(updates: int) -> Callable[..., Tensor]:
 
 
 def trained(make: Make, run: Callable[..., Tensor]) -> list[Any]:
-    """Losses, parameters, state and numbers of the groups behind all steps, as a flat list."""
+    """Losses, parameters, state and numbers of the groups after all steps, as a flat list."""
     torch.manual_seed(0)
     net = Net()
     opt = make(net)

@@ -5,8 +5,8 @@
     python benchmarks/live.py --workload W1 --nproc 2 --strategy fsdp  # on two, with sharded parameters
     python benchmarks/live.py --json
 
-The pure step returns its loss, whose value is asked for behind the call. The live steps ask for it themselves. All are
-called by turns in one run, a block of calls each; a figure is the median of its calls. Behind the table stands what
+The pure step returns its loss, whose value is asked for after the call. The live steps ask for it themselves. All are
+called by turns in one run, a block of calls each; a figure is the median of its calls. Below the table stands what
 `explain` says of each live step.
 """
 
@@ -79,7 +79,7 @@ class Contender:
 def contenders(
     make: Callable[[], nn.Module], batch: tuple[Tensor, ...], forward: Forward, backend: str, strategy: Strategy
 ) -> list[Contender]:
-    """The step as one graph, and live with reads behind the update and in front of it."""
+    """The step as one graph, and live with reads after the update and before it."""
     options: dict[str, Any] = {"backend": backend, "strategy": strategy}
 
     def training() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -117,14 +117,14 @@ def contenders(
 
     live = [ws.compile(metered, **options), ws.compile(guarded, **options)]
     return [
-        Contender("pure, the value asked for behind it", lambda: float(pure(*batch)), pure),
+        Contender("pure, the value asked for after it", lambda: float(pure(*batch)), pure),
         Contender("append(loss.item()), print", lambda: live[0](*batch), live[0]),
         Contender("isfinite between backward and update", lambda: live[1](*batch), live[1]),
     ]
 
 
 def measure(group: list[Contender], blocks: int, progress: Progress) -> None:
-    """Times blocks of calls by turns, behind enough calls to know the paths."""
+    """Times blocks of calls by turns, after enough calls to know the paths."""
     task = progress.add_task("calls", total=blocks + 1)
     for number in range(blocks + 1):
         for one in group:

@@ -11,7 +11,7 @@ blocks beside each other. Models of torchvision and timm want those installed.
 
 Columns:
   first s         the first call, which compiles
-  loss            behind the first ten steps
+  loss            after the first ten steps
   ms              of a step, median of seven blocks, on the slowest rank
   over eager, over compile
                   time of those over ours, median of the rounds
@@ -112,7 +112,7 @@ def on_rank(name: str, caches: str, tiny: bool) -> Row:
 
 
 def _block(run: Callable[[], Tensor], steps: int, world: ws.World) -> tuple[float, float]:
-    """Seconds, and the loss behind the last step. Waits for the device in front and behind."""
+    """Seconds, and the loss after the last step. Waits for the device before and after."""
     _wait(world)
     begun = time.perf_counter()
     for _ in range(steps):

@@ -20,7 +20,7 @@ Variants, which differ in nothing but the buckets, but for the last one:
               NVLink, up to 8 ranks, large reductions go by copies, as they would among the GPUs of a host
 
 Under ZeRO the second and third are left out, and there is another one:
-  gathers last  ours, with all gathers of updated parameters behind the last reduction
+  gathers last  ours, with all gathers of updated parameters after the last reduction
 
 Exit status 1 if ours exposes more than one of the others; if ours takes longer by more than the schedule's own
 tolerance (`list_scheduler.ABOUT_AS_FAST`: of orders about as fast the one with the least memory is taken); or if more

@@ -6,7 +6,7 @@
     python benchmarks/variants.py --training W1 --nproc 2 --clip 1 ddp inductor inductor:optimizer=auto
 
 A variant is `ddp` (eager, in DistributedDataParallel), or a backend of `wholestep.compile`: `eager`, `auto` or
-`inductor`. Behind a colon stand `optimizer=fused` (as it is without), `foreach`, `loop` or `auto`, the form of AdamW's
+`inductor`. After a colon stand `optimizer=fused` (as it is without), `foreach`, `loop` or `auto`, the form of AdamW's
 update (auto is torch's own choice), and options of `wholestep.Inductor` for `inductor`. The first variant is what
 others are held against. All start from the same weights and see the same batch, one per rank.
 
@@ -16,7 +16,7 @@ it takes on the slowest rank.
 
 Columns:
   first s     the first call, which compiles
-  loss        mean over the ranks, behind the first steps
+  loss        mean over the ranks, after the first steps
   ms          of a step, median of all blocks
   10% to 90%  of all blocks
   x first     time of the first variant over that of this one, median of the rounds, with their 10% and 90%
@@ -77,7 +77,7 @@ class Race:
     variants: tuple[str, ...]
     num_steps: int
     clip: float
-    """Largest norm of all gradients, 0 for none: a hook in front of the optimizer's step, the same in all variants."""
+    """Largest norm of all gradients, 0 for none: a hook before the optimizer's step, the same in all variants."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ def variant_of(text: str) -> Variant:
     name, _, told = text.partition(":")
     if name not in ("ddp", *BACKENDS):
         raise ConfigError(
-            f"a variant is ddp, {', '.join(BACKENDS)}, with OPTION=VALUE,... behind a colon; got {text!r}."
+            f"a variant is ddp, {', '.join(BACKENDS)}, with OPTION=VALUE,... after a colon; got {text!r}."
         )
     optimizer = "fused"
     options: dict[str, Any] = {}
@@ -151,7 +151,7 @@ def on_rank(race: Race, caches: str) -> list[Row]:
     torch.set_float32_matmul_precision("high")
 
     def block(call: Callable[[], Tensor], length: int) -> tuple[float, float]:
-        """Seconds, and the loss behind the last step. Waits for the device in front and behind."""
+        """Seconds, and the loss after the last step. Waits for the device before and after."""
         _wait(world)
         begun = time.perf_counter()
         for _ in range(length):
@@ -170,7 +170,7 @@ def on_rank(race: Race, caches: str) -> list[Row]:
     order = list(range(len(race.variants)))
     for _ in range(max(2, race.num_steps // BLOCK_STEPS)):
         for place in order:
-            block(calls[place], 1)  # ranks begin together behind a step, by its collectives
+            block(calls[place], 1)  # ranks begin together after a step, by its collectives
             times_ms[place].append(1e3 * block(calls[place], BLOCK_STEPS)[0] / BLOCK_STEPS)
         order.reverse()
     slowest = [[max(one) for one in zip(*_of_all(world, mine), strict=True)] for mine in times_ms]

@@ -98,3 +98,23 @@ def no_step_goes_live_unseen(may_go_live: bool, monkeypatch: pytest.MonkeyPatch)
             "A step of this test is no graph and went live. If it shall be refused compile it with fullgraph=True; if "
             f"it shall be live let the test ask for `may_go_live` as True. Refused was:\n{refusals[0]}"
         )
+
+
+@pytest.fixture
+def may_run_one_by_one() -> bool:
+    """Whether Inductor may fail at a segment of a test, so that its calls run one by one. Else that is a fault of
+    ours: what torch.compile compiles is compiled."""
+    return False
+
+
+@pytest.fixture(autouse=True)
+def no_segment_runs_one_by_one_unseen(may_run_one_by_one: bool) -> Iterator[None]:
+    """Fails a test, in this process, one of whose segments Inductor could not compile, for whatever sizes."""
+    told, handler = list[str](), logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("wholestep").addHandler(handler)
+    yield
+    logging.getLogger("wholestep").removeHandler(handler)
+    failed = [one for one in told if "could not be compiled, its calls run one by one" in one]
+    if failed and not may_run_one_by_one:
+        pytest.fail(f"Let the test ask for `may_run_one_by_one` as True if that shall be so: {failed[0]}")

@@ -132,8 +132,8 @@ MUTATIONS = (
         name="runs_compared_by_their_graphs",
         what="two runs of a capture count as alike whatever they return and leave",
         file="capture/capture.py",
-        old="_outline(trace) != expected:",
-        new="trace.module.code != expected.code:",
+        old="_outline(trace) != setup.outline:",
+        new="trace.module.code != setup.outline.code:",
         tests=(f"{STEPS}[the_first_call_differs_in_plain_python_only]",),
     ),
     Mutation(

@@ -79,7 +79,7 @@ DOORS: dict[str, dict[str, str]] = {
     },
     "capture/effects/c_functions.py": {"torch._C": "the module whose functions ask and set switches, told from others"},
     "capture/functionalize/data_assignment.py": {
-        "torch.fx.experimental.proxy_tensor": "the node that a tensor stands for behind an assignment"
+        "torch.fx.experimental.proxy_tensor": "the node that a tensor stands for after an assignment"
     },
     "capture/functionalize/functionalize.py": {
         "torch.fx.experimental.proxy_tensor": "make_fx, for the second, functional trace"
@@ -166,6 +166,7 @@ DOORS: dict[str, dict[str, str]] = {
         "torch.distributed._symmetric_memory": "memory of a GPU that its peers have mapped, and meetings in it",
     },
     "lower/inductor/compile_fx.py": {
+        "torch._dispatch": "has operators described by their Python forms where sizes move, as torch.compile does",
         "torch._guards": "what Inductor's cache on disk asks while it compiles",
         "torch._inductor": "the compiler of segments: its entry, its options and the operators it lowers",
         "torch.fx.experimental.proxy_tensor": "make_fx, to write a segment in the operators that Inductor lowers",
@@ -187,7 +188,7 @@ DOORS: dict[str, dict[str, str]] = {
         "torch._inductor": "how it writes what it has compiled, with the binaries of Triton, and takes it up again",
     },
     "lower/inductor/dependent_launch.py": {
-        "torch._inductor": "where the kernels that it writes wait for the ones in front of them, and that they may",
+        "torch._inductor": "where the kernels that it writes wait for the ones before them, and that they may",
     },
     "lower/cudagraph/grad_ownership.py": {"torch._C._storage_Use_Count": "who else has the memory of a gradient"},
     "lower/cudagraph/memset_nodes.py": {
@@ -208,7 +209,7 @@ DOORS: dict[str, dict[str, str]] = {
         "torch._C._cuda_releasePool": "likewise",
     },
     "lower/inductor/deferred_wait.py": {
-        "torch._inductor": "its waits for workers, which are put off, and what it does behind them"
+        "torch._inductor": "its waits for workers, which are put off, and what it does after them"
     },
     "lower/inductor/wrapper_patch.py": {"torch._inductor": "the lines that it writes around kernels"},
     "ir/serializer.py": {
@@ -222,7 +223,7 @@ DOORS: dict[str, dict[str, str]] = {
         "torch._C._distributed_c10d": "ties the work of a collective to its result, for wait_tensor",
     },
     "live/recording/handle.py": {
-        "torch._C._PreserveDispatchKeyGuard": "what C++ has left out is put back behind calls that run late",
+        "torch._C._PreserveDispatchKeyGuard": "what C++ has left out is put back after calls that run late",
         "torch._C._dispatch_tls_set_dispatch_key_excluded": "those calls go through autograd",
         "torch._C._EnableTorchFunction": "a call runs as it would in eager code",
         "torch.Tensor._make_wrapper_subclass": "a tensor with a shape and no memory, until its numbers are known",

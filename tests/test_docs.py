@@ -36,7 +36,7 @@ def too_long(text: str, columns: int) -> list[str]:
 
 
 def named_files(text: str) -> set[str]:
-    """Paths of ours that stand in backticks or in a block of code, without the name of a test behind them."""
+    """Paths of ours that stand in backticks or in a block of code, without the name of a test after them."""
     spans = re.findall(r"```.*?```|`[^`\n]+(?:\n[^`\n]+)?`", text, re.DOTALL)
     words = {word.partition("::")[0].strip("`,;.") for span in spans for word in span.split()}
     return {word for word in words if re.fullmatch(r"[\w.-]+(?:/[\w.-]*)+", word) and word.partition("/")[0] in FOLDERS}

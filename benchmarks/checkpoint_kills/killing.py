@@ -24,7 +24,7 @@ START_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """One kill, and what was there behind it."""
+    """One kill, and what was there after it."""
 
     told: int
     """The number of the last save that had returned."""
@@ -35,7 +35,7 @@ class Kill:
 
     @property
     def is_good(self) -> bool:
-        """Whether the last whole checkpoint was loaded: the last one that had returned, or the one behind it."""
+        """Whether the last whole checkpoint was loaded: the last one that had returned, or the one after it."""
         return self.found is not None and 0 <= self.found - self.told <= 1
 
 
@@ -68,7 +68,7 @@ def _saved(workers: Workers, path: Path, told: Path, asynchronous: bool) -> None
 
 
 def _seconds_of_saves(told: Path, before: int) -> float:
-    """Waits for two saves behind a number, and says how long the second one took."""
+    """Waits for two saves after a number, and says how long the second one took."""
     started = time.monotonic()
     times: list[float] = []
     for number in (before + 1, before + 2):

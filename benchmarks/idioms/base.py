@@ -54,7 +54,7 @@ class Idiom:
     raises: type[Exception] | None = None
     """What the step raises in some calls, in eager code as well."""
     ranks: bool = False
-    """Whether it also runs on two ranks: gradients are averaged behind every backward, and Python goes one way."""
+    """Whether it also runs on two ranks: gradients are averaged after every backward, and Python goes one way."""
     added_on_ranks: bool = False
     """Whether two backwards reach the same parameters. Gradients may be added before or after they are averaged over
     the ranks, so results are equal up to rounding."""

@@ -41,7 +41,7 @@ WITH_A_STATE = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, tor
 """Objects that say by `state_dict` what they are."""
 
 FOLDERS = re.compile(r"(?<=\s)/\S*/")
-"""In front of the name of a file."""
+"""Before the name of a file."""
 
 LINES = re.compile(r",? at [\w<>]+(?:\.py)?:\d+(?: in [\w<>]+)?|, \w+\.py:\d+")
 """Where in an idiom something is, which says nothing of the kind."""
@@ -148,7 +148,7 @@ class _LogRecords(logging.Handler):
 
 @contextlib.contextmanager
 def _heard() -> Iterator[Record]:
-    """What is printed, logged and warned of inside; it is in the record behind the block."""
+    """What is printed, logged and warned of inside; it is in the record after the block."""
     heard: Record = {}
     out, err, handler, root = io.StringIO(), io.StringIO(), _LogRecords(), logging.getLogger()
     with (
@@ -226,7 +226,7 @@ def play(
     calls: int = CALLS,
 ) -> list[Record]:
     """Builds the idiom's loop, calls its step some times, and gives a record per call, and one of all results as they
-    are behind the last call: no call may write to what an earlier one has returned, if eager code does not."""
+    are after the last call: no call may write to what an earlier one has returned, if eager code does not."""
     with _random_states_kept():
         seed(BUILD_SEED)
         loop = idiom.build()
@@ -307,6 +307,19 @@ def first_sentence(told: BaseException | str) -> str:
     return FOLDERS.sub("", " ".join(text.split()).partition(". ")[0].rstrip("."))
 
 
+@contextlib.contextmanager
+def _distributions_validate() -> Iterator[None]:
+    """torch.compile, once used, ends the validation of distributions for the whole process; it is read in the step."""
+    kind = torch.distributions.Distribution
+    before = kind._validate_args
+    kind.set_default_validate_args(True)
+    try:
+        yield
+    finally:
+        kind.set_default_validate_args(before)
+
+
+@_distributions_validate()
 def outcome(
     idiom: Idiom,
     backend: str = "eager",

@@ -183,7 +183,7 @@ def rules_of(stage: str, places: Rules) -> dict[str, list[str]]:
 
 
 def expanded(text: str, rules: Mapping[str, Sequence[str]], rng: random.Random, depth: int = 0) -> str:
-    """The text with every symbol replaced; behind some depth the last and plainest alternatives are taken."""
+    """The text with every symbol replaced; past some depth the last and plainest alternatives are taken."""
     plain = {"number": "0.75", "tensor": "x.mean()", "bounded": "0.9", "condition": "count % 2 == 0"}
 
     def replacement(found: re.Match[str]) -> str:

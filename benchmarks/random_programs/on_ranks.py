@@ -21,7 +21,7 @@ from benchmarks.random_programs.wrapped import WRAPPERS, wrapped
 _GRADIENTS_OF_A_RANK = ("x.requires_grad", "out.retain_grad", "out.register_hook", "loss.register_hook")
 """What shows gradients that are averaged nowhere: with one of these both ranks count alike, too."""
 _NORM, _BLIND_TO_ROUNDING = "norm=True", "torch.optim.SGD("
-"""A bias in front of a norm has a gradient of zero. Optimizers but SGD scale its rounding: shards round otherwise."""
+"""A bias before a norm has a gradient of zero. Optimizers but SGD scale its rounding: shards round otherwise."""
 _SHARDS = (".weight", ".bias", "parameters()", "shadow")
 """What is torch's own business between two calls: a parameter is a DTensor there."""
 _OTHER_NAMES = {

@@ -131,7 +131,7 @@ class Program:
     lines: tuple[Line, ...]
     """Of the step."""
     between: tuple[tuple[str, ...], ...]
-    """What its owner does in front of each call."""
+    """What its owner does before each call."""
     places: tuple[str, ...]
 
     @property

@@ -1,13 +1,13 @@
 """Random programs whose network is wrapped: DistributedDataParallel or `fully_shard`, with settings of the seed.
 
 [Note: what fully_shard does otherwise]
-Torch keeps the parameters of an outermost module gathered between its forward and its backward, and behind a forward
-without one. There it loses what is written to them, an optimizer sees none of their gradients, and a training behind an
+Torch keeps the parameters of an outermost module gathered between its forward and its backward, and after a forward
+without one. There it loses what is written to them, an optimizer sees none of their gradients, and a training after an
 evaluation starts from old parameters. A compiled step does what the lines say. So those lines are not compared: none
 uses parameters there, and each evaluation ends with ``reshard()``. In eager code gradients that wait for the last
 micro-batch are nowhere to be seen, and nothing clears them.
 
-Where a parameter is frozen behind its wrapping, DistributedDataParallel waits for its gradient and reduces none that
+Where a parameter is frozen after its wrapping, DistributedDataParallel waits for its gradient and reduces none that
 lies in a bucket with it: each rank trains on with its own.
 """
 

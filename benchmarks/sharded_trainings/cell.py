@@ -46,7 +46,7 @@ WAYS: dict[str, Way] = {
     "HSDP 2x2": Way(ws.FSDP(bucket_bytes=_BUCKET_BYTES), 4, (2, 2)),
 }
 _EPS = 1e-4
-"""Above the rounding of gradients that would be 0 (biases in front of BatchNorm, of keys): AdamW divides by it."""
+"""Above the rounding of gradients that would be 0 (biases before BatchNorm, of keys): AdamW divides by it."""
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3, eps=_EPS),

@@ -2,10 +2,11 @@
 
     python -m benchmarks.wrapped_loops                          # 2 ranks on the CPU, a small GPT
     python -m benchmarks.wrapped_loops --workload W1            # 2 GPUs, a reference training
+    python -m benchmarks.wrapped_loops --float32                # without bfloat16, so that losses can be compared
     python -m benchmarks.wrapped_loops --json
 
 Of each wrapper: the loop in eager code, with the model under torch.compile, and as one compiled step. All take the same
-50 batches by turns, a block each, in one run. A figure is the median of the steps behind the first block, whose wall
+50 batches by turns, a block each, in one run. A figure is the median of the steps after the first block, whose wall
 time ends when the device is idle. Losses are compared with those of the eager loop.
 """
 
@@ -37,13 +38,13 @@ SIZES = REFERENCE | {
 WAYS = ("eager", "torch.compile", "wholestep")
 
 
-def wrapped(name: str, size: LanguageModelSize, device: torch.device) -> Any:
-    """A model in one of the wrappers, the same on every rank."""
+def wrapped(name: str, size: LanguageModelSize, device: torch.device, casts: bool) -> Any:
+    """A model in one of the wrappers, the same on every rank. `casts`: it computes in bfloat16."""
     torch.manual_seed(0)
     model = build(size, device)
     if name == "ddp":
         return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if device.type == "cuda" else MixedPrecisionPolicy()
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if casts else MixedPrecisionPolicy()
     for block in model.modules():
         if isinstance(block, Block):
             fully_shard(block, mp_policy=policy)
@@ -65,9 +66,11 @@ def make_step(model: Any, optimizer: torch.optim.Optimizer, casts: bool) -> Call
     return train_step
 
 
-def contender(name: str, way: str, size: LanguageModelSize, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+def contender(
+    name: str, way: str, size: LanguageModelSize, device: torch.device, casts: bool
+) -> Callable[[Tensor, Tensor], Tensor]:
     """One loop's step. Under torch.compile each block of a sharded model is compiled, as FSDP2's guide has it."""
-    model = wrapped(name, size, device)
+    model = wrapped(name, size, device, casts)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
     if way == "torch.compile" and name == "ddp":
         model = torch.compile(model)
@@ -75,7 +78,7 @@ def contender(name: str, way: str, size: LanguageModelSize, device: torch.device
         for block in model.modules():
             if isinstance(block, Block):
                 block.compile()
-    step = make_step(model, optimizer, casts=name == "ddp" and device.type == "cuda")
+    step = make_step(model, optimizer, casts=name == "ddp" and casts)
     return ws.compile(step, fullgraph=True) if way == "wholestep" else step
 
 
@@ -88,14 +91,15 @@ def timed(step: Callable[..., Tensor], batch: tuple[Tensor, Tensor]) -> tuple[fl
     return 1e3 * (time.perf_counter() - start), loss
 
 
-def measure(workload: str, ways: tuple[str, ...]) -> dict[str, dict[str, dict[str, float]]]:
+def measure(workload: str, ways: tuple[str, ...], float32: bool) -> dict[str, dict[str, dict[str, float]]]:
     """Of each wrapper and way: median ms, and the largest difference of a loss from eager code."""
     world = ws.init()
+    casts = world.device.type == "cuda" and not float32
     size = SIZES[workload]
     found: dict[str, dict[str, dict[str, float]]] = {}
     batch = tuple(one.to(world.device) for one in draw_tokens(size, world.rank))
     for name in ("ddp", "fsdp2"):
-        steps = {way: contender(name, way, size, world.device) for way in ways}
+        steps = {way: contender(name, way, size, world.device, casts) for way in ways}
         times: dict[str, list[float]] = {way: [] for way in ways}
         losses: dict[str, list[Tensor]] = {way: [] for way in ways}
         for block in range(NUM_STEPS // BLOCK):
@@ -121,11 +125,12 @@ def main() -> None:
     parser.add_argument("--workload", choices=sorted(SIZES), default="small")
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--float32", action="store_true", help="on GPUs, too (default: bfloat16 there)")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     is_slow = not torch.cuda.is_available()  # Inductor needs minutes there
     ways = tuple(way for way in options.ways if not (is_slow and way == "torch.compile"))
-    found = ws.run(functools.partial(measure, options.workload, ways), options.nproc)[0]
+    found = ws.run(functools.partial(measure, options.workload, ways, options.float32), options.nproc)[0]
     if options.json:
         print(json.dumps(found))
         return

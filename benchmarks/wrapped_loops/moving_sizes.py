@@ -8,7 +8,7 @@
 
 Each rank draws lengths of its own, from an eighth of the workload's length to all of it. All ways take the same batches
 by turns in one run. `first` is the wall time of the first batches, all compilation included; `ms` is the median of the
-batches behind them, whose wall time ends when the device is idle. `constant` are the same batches cut or padded to one
+batches after them, whose wall time ends when the device is idle. `constant` are the same batches cut or padded to one
 length, as compiled for that alone; `padded` has each batch made longer, up to a multiple of 64 (`ws.compile(pad=)`),
 for the GPT alone, whose loss stays the same. Losses are compared with those of the eager loop.
 
@@ -43,13 +43,13 @@ BACKENDS = {"graph": "eager", "inductor": "inductor", "padded": "inductor", "con
 """Of our ways: the eager kernels in one graph, compiled segments, and those of one length alone."""
 MULTIPLE = 64
 PADS = {"x": ws.Pad(dim=1, multiple=MULTIPLE), "y": ws.Pad(dim=1, multiple=MULTIPLE, value=-100)}
-"""Of `padded`: no loss is taken behind a row, and no token before sees what comes later."""
+"""Of `padded`: no loss is taken past the end of a row, and no token before sees what comes later."""
 
 
 def batches(
     size: LanguageModelSize, device: torch.device, rank: int, count: int, num_lengths: int = 0
 ) -> list[tuple[Tensor, Tensor]]:
-    """Tokens and the tokens behind them, of another length in each; `num_lengths`: of so many lengths, 0 for any."""
+    """Tokens and the tokens after them, of another length in each; `num_lengths`: of so many lengths, 0 for any."""
     draw, numbers = random.Random(rank + 1), torch.Generator().manual_seed(rank + 1)
     step = size.length // num_lengths if num_lengths else 1
     lengths = range(step if num_lengths else size.length // 8, size.length + 1, step)

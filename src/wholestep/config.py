@@ -151,7 +151,7 @@ class DataParallelOptions:
     sync_at_start: bool = True
     """Broadcast parameters and buffers from rank 0 before the first step."""
     hold_updates: bool = False
-    """Write parameters behind the last collective of the step, so that a step which loses a peer leaves them as they
+    """Write parameters after the last collective of the step, so that a step which loses a peer leaves them as they
     were. Else those of a bucket are updated as soon as it has arrived, beside the communication of the others."""
     broadcast_buffers: bool = True
     """Let every step start from rank 0's buffers, as DistributedDataParallel does. The graph of a step broadcasts
@@ -221,7 +221,7 @@ class FSDP(DataParallelOptions):
     """
 
     reshard_after_forward: bool | Literal["auto"] = "auto"
-    """True: gathered parameters are dropped behind the forward and gathered again for the backward; False: they are
+    """True: gathered parameters are dropped after the forward and gathered again for the backward; False: they are
     kept; "auto": no more of them are gathered again than it takes to fit the GPU's memory by prediction, which the plan
     notes."""
     mp_policy: MixedPrecisionPolicy | None = None
@@ -258,7 +258,7 @@ class Inductor:
     precision go there as they are, and are added in float32; those of embeddings go as the rows that were looked up,
     with the same bits. False: all reductions are NCCL's."""
     early_launches: bool = False
-    """Whether kernels are launched before those in front of them have ended, on NVIDIA GPUs since Hopper. Steps of many
+    """Whether kernels are launched before earlier ones have ended, on NVIDIA GPUs since Hopper. Steps of many
     short kernels get shorter by 1 or 2 %, and first calls longer, since launches of this kind have to be compiled."""
     tune_products: bool = True
     """Whether products of matrices are timed in the first call and the fastest way is taken: in half precision on an

@@ -35,6 +35,10 @@ class HyperparameterError(CaptureError):
     """An optimizer, or one of its options, that cannot be read anew at every call."""
 
 
+class LazyParameterError(CaptureError):
+    """A parameter of a lazy module that has no shape before the first forward."""
+
+
 class PlacementError(WholestepError):
     """A program cannot be spread over the mesh as the strategy asks."""
 

@@ -229,6 +229,32 @@ def test_parameters_without_a_shape_are_refused_until_they_have_one() -> None:
     assert torch.equal(step(x), model(x).square().mean())
 
 
+def test_lazy_modules_make_their_parameters_in_the_first_call() -> None:
+    """Which is eager code, where nothing travels; the second is captured."""
+
+    def training() -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(FEATURES, 8), nn.LazyLinear(3), nn.LazyBatchNorm1d())
+        opt = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+        def step(x: Tensor) -> Tensor:
+            return backward_and_step(model(x).square().mean(), opt).detach()
+
+        return model, step
+
+    (eager, wanted), (ours, fn) = training(), training()
+    step = ws.compile(fn, backend="eager")
+    for call in range(4):
+        x = torch.randn(5, FEATURES)
+        torch.manual_seed(call)
+        expected = wanted(x)
+        torch.manual_seed(call)
+        assert torch.equal(step(x), expected)
+    pairs = zip(eager.state_dict().values(), ours.state_dict().values(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+    assert "in one graph" in str(step.explain())
+
+
 def test_lbfgs_is_refused() -> None:
     module = net()
     opt = torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=2)
@@ -342,7 +368,7 @@ def test_a_backward_that_leaves_the_step_is_refused_and_runs_live(
         return made
 
     module, eager, ours = nn.Linear(FEATURES, 3), leaf(), leaf()
-    with pytest.raises(ws.CaptureError, match=r"backward goes on behind (.|\n)*with torch\.autograd\.grad"):
+    with pytest.raises(ws.CaptureError, match=r"backward goes on beyond (.|\n)*with torch\.autograd\.grad"):
         ws.compile(step, backend="eager", fullgraph=True)(module, COMPUTED[how](leaf()))
     live = ws.compile(step, backend="eager")
     for _ in range(3):

@@ -56,7 +56,7 @@ NUM_COLLECTIVES = {
     "single": {"placed": 3, "bucketing": 2, "default": 2, "segments": 2},
     "statistics": {"placed": 3, "cse": 2, "default": 2, "segments": 2},
 }
-"""Collectives of a step as it is placed, and behind the passes that declare to leave fewer."""
+"""Collectives of a step as it is placed, and after the passes that declare to leave fewer."""
 
 
 def train(foreach: bool) -> Callable[..., torch.Tensor]:

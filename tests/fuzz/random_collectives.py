@@ -101,7 +101,7 @@ class _Draft:
 
 
 def draw(number: int) -> tuple[Instruction, ...]:
-    """The step of that number: 1 to 6 collectives with compute between them, every wait somewhere behind its start."""
+    """The step of that number: 1 to 6 collectives with compute between them, every wait somewhere after its start."""
     draft = _Draft(random.Random(number))
     for _ in range(draft.dice.randint(1, 6)):
         draft.compute()

@@ -41,7 +41,7 @@ class RandomLoop:
         self._seed, self._device, self._rank, self._rng = seed, device, rank, random.Random(seed)
         choose = self._rng.choice
         torch.manual_seed(seed)
-        # In front: a bias before a norm has a gradient of nothing but roundings, which some optimizers blow up.
+        # First: a bias before a norm has a gradient of nothing but roundings, which some optimizers blow up.
         norm = [nn.BatchNorm1d(WIDTH)] if seed % 4 == 0 else []
         self._model = nn.Sequential(*norm, Net(self._rng, dropout=True))
         self._model = self._model.double().to(device)

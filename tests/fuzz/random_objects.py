@@ -1,7 +1,7 @@
 """Random steps that read, replace, write to and return what objects hold, and what their owner does between calls.
 
 A step is made from a seed alone, as text. It runs eagerly or compiled and gives all that somebody could have looked at,
-in order: what calls have returned, and what stood in every place behind each of them, as it is behind all later calls.
+in order: what calls have returned, and what stood in every place after each of them, as it is after all later calls.
 Left out, since what is put there is a copy then: a tensor that moves to another place while it is replaced in its own,
 one that is written to and replaced in the same step, and views of tensors that are kept. Of 1,000 seeds some three put
 one new tensor into two places and write to it between calls, which are two tensors then.
@@ -155,7 +155,7 @@ class RandomObjects:
         return self._rng.choice([another, f"{place}.add_(1)", f"{place} = {other}", f"{place} = {place}.clone()"])
 
     def run(self, device: torch.device, compile: Compile = lambda step: step) -> list[Tensor]:
-        """The values of all tensors that were ever there to be seen, behind every call."""
+        """The values of all tensors that were ever there to be seen, after every call."""
         scope: dict[str, Any] = {"torch": torch, "NUMBERS": NUMBERS}
         exec(self.text, scope)
         objects, made = Objects(self._alike, device), scope["step"]

@@ -1,4 +1,4 @@
-"""Switches of torch, put back behind a test: others run in the same process."""
+"""Switches of torch, put back after a test: others run in the same process."""
 
 from __future__ import annotations
 

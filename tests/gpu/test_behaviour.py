@@ -23,7 +23,7 @@ ALL = {**STEP_CASES, **OPTIM_CASES}
 CASES = {name: case for name, case in ALL.items() if name not in ELSEWHERE and not case.live}
 ON_RANKS = [name for name, case in CASES.items() if case.ranks]
 MORE_CALLS = 5
-"""The third call is captured, and its graph is replayed in those behind it."""
+"""The third call is captured, and its graph is replayed in those after it."""
 SINGLE = {"mixed_dtypes", "dtype_of_the_batch_changed"}
 """Cases with float32 in them. All others are in float64, where differences are faults and not roundings."""
 TOLERANCES = {

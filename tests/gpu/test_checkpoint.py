@@ -42,7 +42,7 @@ def losses(step: Any, model: nn.Module, opt: torch.optim.Optimizer, count: int =
 
 
 def between_calls(strategy: Strategy | None, path: Path, asynchronous: bool) -> tuple[bool, int, bool]:
-    """Whether a graph goes on with the same losses behind a load, its captures, and whether parameters stay there."""
+    """Whether a graph goes on with the same losses after a load, its captures, and whether parameters stay there."""
     model, opt = net()
     step = ws.compile(train_step, strategy=strategy, fullgraph=True)
     losses(step, model, opt, CALLS)

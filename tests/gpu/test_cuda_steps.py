@@ -34,7 +34,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # No bias: in front of a batch norm its gradient is rounding noise, which Adam blows up.
+        # No bias: before a batch norm its gradient is rounding noise, which Adam blows up.
         self.conv = nn.Conv2d(3, 8, 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(8)
         self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)

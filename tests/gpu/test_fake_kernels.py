@@ -131,7 +131,7 @@ def test_linear_interpolation_is_gathered(channels: int, last: bool) -> None:
 
 
 class Head(nn.Module):
-    """A GELU written by hand in front of a norm of 128 columns, which Triton 3.6 compiles with some block sizes."""
+    """A hand-written GELU before a norm of 128 columns, which Triton 3.6 compiles with some block sizes."""
 
     def __init__(self) -> None:
         super().__init__()

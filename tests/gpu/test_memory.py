@@ -45,7 +45,7 @@ class Figures:
     peak: int
     """The most that was allocated at once in a call, the first one left out, which compiles and measures."""
     held: int
-    """What the allocator has of the device behind the last call."""
+    """What the allocator has of the device after the last call."""
     most_held: int
     """The most that it had at any time."""
     left: int

@@ -88,7 +88,7 @@ def close(want: Tensor, came: Tensor) -> bool:
 
 
 def trained(strategy: Strategy, reference: Strategy, shape: tuple[int, ...]) -> Seen:
-    """Some calls beside eager code, and what there is to see of the compiled step behind them."""
+    """Some calls beside eager code, and what there is to see of the compiled step after them."""
     world = ws.init()
     torch.cuda.set_device(world.device)
     mesh = init_device_mesh("cuda", shape, mesh_dim_names=("dp_replicate", "dp_shard")) if len(shape) == 2 else None

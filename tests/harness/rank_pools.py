@@ -51,7 +51,7 @@ class Pool:
     def __init__(self, nproc: int, backend: str = "gloo") -> None:
         self.nproc = nproc
         self.backend = backend
-        # What the test that happens to be the first sets for itself is not for those behind it.
+        # What the test that happens to be the first sets for itself is not for those after it.
         self._environment = dict(os.environ)
         self._workers: Workers | None = None
         self._reports = tempfile.TemporaryDirectory(prefix="wholestep-crashes-")

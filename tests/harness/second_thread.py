@@ -16,8 +16,9 @@ def closed_lock() -> threading.Lock:
 
 
 def wait_for(lock: threading.Lock) -> None:
-    """Waits until another thread has released it."""
+    """Waits until another thread has released it, and leaves it open: a step that keeps a lock is refused."""
     assert lock.acquire(timeout=30)
+    lock.release()
 
 
 @contextmanager

@@ -18,7 +18,118 @@ ARRAYS = "tests/unit/capture/effects/test_written_arrays.py"
 
 SETTINGS = "tests/behaviour/hidden_state/test_settings.py"
 
+COMPILED = "tests/unit/lower/inductor/test_compile_fx.py"
+
 CAPTURE_MUTATIONS = (
+    Mutation(
+        name="arguments_returned_as_copies",
+        what="an argument to which the step writes, and which it returns, is another tensor",
+        file="capture/tracing/tracer.py",
+        old="        leaves = [written.get(id(leaf), leaf) for leaf in leaves]",
+        new="        written = {}",
+        tests=("tests/unit/api/test_returned_arguments.py",),
+    ),
+    Mutation(
+        name="shared_objects_hold_old_numbers",
+        what="a number that moves is an input, too, where another argument refers to the object that has it",
+        file="capture/reach/arguments.py",
+        old="other if shares or self",
+        new="other if self",
+        tests=(
+            "tests/unit/capture/python/test_tree_util.py::test_a_number_that_moves_is_seen_through_another_argument",
+        ),
+    ),
+    Mutation(
+        name="parts_refer_to_the_first_whole",
+        what="a batch whose parts refer to it is data of the call, and no state of the step",
+        file="capture/python/tree_util.py",
+        old="            return _Again(number, wrap)",
+        new="            return leaf",
+        tests=(
+            "tests/unit/capture/python/test_tree_util.py::"
+            "test_a_batch_whose_parts_refer_to_it_is_data_of_the_call[weakly]",
+        ),
+    ),
+    Mutation(
+        name="moments_are_shares_in_float32",
+        what="the first step of a fused Adam has the moments of torch's kernel, which takes betas in float64",
+        file="lower/decompositions/optimizers.py",
+        old="    return 1 - (share.to(torch.float64) if isinstance(share, Tensor) else share)",
+        new="    return 1 - torch.as_tensor(share).to(torch.float32)",
+        tests=("tests/unit/lower/decompositions/test_optimizers.py",),
+    ),
+    Mutation(
+        name="torch_logs_what_is_tried",
+        what="torch logs nothing of an operator that is described in another way where its C++ takes numbers",
+        file="capture/sizes/python_forms.py",
+        old="            return self._begun is None",
+        new="            return True",
+        tests=("tests/unit/capture/sizes/test_python_forms.py",),
+    ),
+    Mutation(
+        name="lazy_modules_are_refused",
+        what="the first call of a step with lazy modules makes their parameters",
+        file="api/compiled_step.py",
+        old="        if isinstance(refusal, LazyParameterError) and self._stages.is_alone():",
+        new="        if False:",
+        tests=("tests/behaviour/test_bad_input.py::test_lazy_modules_make_their_parameters_in_the_first_call",),
+    ),
+    Mutation(
+        name="each_rank_makes_its_lazy_parameters",
+        what="ranks of a strategy do not make the parameters of lazy modules each for itself",
+        file="api/compiled_step.py",
+        old="        if isinstance(refusal, LazyParameterError) and self._stages.is_alone():",
+        new="        if isinstance(refusal, LazyParameterError):",
+        tests=("tests/ranks/test_live.py::test_ranks_do_not_make_parameters_of_lazy_modules_each_for_itself",),
+    ),
+    Mutation(
+        name="moving_sizes_are_described_by_numbers",
+        what="an operator whose C++ takes numbers is compiled for all sizes, if torch has a Python form of it",
+        file="lower/inductor/compile_fx.py",
+        old="    return enable_python_dispatcher() if segment.symbols else contextlib.nullcontext()",
+        new="    return contextlib.nullcontext()",
+        tests=(f"{COMPILED}::test_operators_whose_kernels_take_numbers_are_compiled_for_all_sizes",),
+    ),
+    Mutation(
+        name="parts_are_written_into_one_number",
+        what="a part is written into a copy with a place for each element",
+        file="lower/inductor/compile_fx.py",
+        old="            args = (args[0].contiguous(), *args[1:])",
+        new="            pass",
+        tests=(f"{COMPILED}::test_a_part_is_written_into_a_copy_with_a_place_for_each_element",),
+    ),
+    Mutation(
+        name="a_missing_compiler_is_no_error",
+        what="a missing compiler is an error",
+        file="lower/inductor/compile_fx.py",
+        old="        if isinstance(error, WholestepError) or is_missing_compiler(error):",
+        new="        if isinstance(error, WholestepError):",
+        tests=(f"{COMPILED}::test_what_is_no_fault_of_a_segment_is_an_error[no compiler]",),
+    ),
+    Mutation(
+        name="faults_of_ours_run_one_by_one",
+        what="a fault of ours in a segment is an error",
+        file="lower/inductor/compile_fx.py",
+        old="        if isinstance(error, WholestepError) or is_missing_compiler(error):",
+        new="        if is_missing_compiler(error):",
+        tests=(f"{COMPILED}::test_what_is_no_fault_of_a_segment_is_an_error[of ours]",),
+    ),
+    Mutation(
+        name="calls_one_by_one_are_not_told",
+        what="explain() says which segments Inductor could not compile, and why",
+        file="lower/inductor/segment_compiler.py",
+        old="                self._why_none[key] = begun.why_none",
+        new="                pass",
+        tests=("tests/unit/lower/test_inductor_backend.py",),
+    ),
+    Mutation(
+        name="sizes_are_rounded_by_expressions",
+        what="functions of sizes are calls of the graph",
+        file="ir/size_nodes.py",
+        old="    made: Any = sympy_interp(_NodeAnalysis, proxies, expression)",
+        new="    made: Any = sympy_interp(PythonReferenceAnalysis, proxies, expression)",
+        tests=("tests/unit/ir/test_read_of_inputs.py::test_functions_of_sizes_are_calls",),
+    ),
     Mutation(
         name="data_stays_what_it_was",
         what="a tensor whose .data is assigned stands for the other value from there on",
@@ -271,7 +382,7 @@ CAPTURE_MUTATIONS = (
     ),
     Mutation(
         name="tensors_stay_sequences",
-        what="behind a capture with ranks torch.tensor asks tensors of no dimensions for their length",
+        what="after a capture with ranks torch.tensor asks tensors of no dimensions for their length",
         file="capture/scalars/tensor_indexing.py",
         old="        for kind in _kinds(torch.Tensor) - sequences:",
         new="        for kind in ():",
@@ -339,7 +450,7 @@ CAPTURE_MUTATIONS = (
     ),
     Mutation(
         name="set_switches_kept",
-        what="a step that sets a switch of torch is kept for calls in front of which it is another one",
+        what="a step that sets a switch of torch is kept for calls before which it is another one",
         file="api/cache/warm_start.py",
         old="            _refuse_moved_modes(header.fingerprint)\n",
         new="",
@@ -409,7 +520,7 @@ CAPTURE_MUTATIONS = (
     ),
     Mutation(
         name="reducer_never_done",
-        what="DistributedDataParallel reduces a second backward behind one forward",
+        what="DistributedDataParallel reduces a second backward after one forward",
         file="capture/wrappers/ddp.py",
         old="            _account.awaited -= _account.came",
         new="            pass",
@@ -481,7 +592,7 @@ CAPTURE_MUTATIONS = (
     ),
     Mutation(
         name="live_writes_to_buffers_not_noted",
-        what="an evaluation behind a live step does not know that ranks hold other buffers",
+        what="an evaluation after a live step does not know that ranks hold other buffers",
         file="live/peers.py",
         old="        if self.strategy.broadcast_buffers:\n",
         new="        if False:\n",

@@ -49,7 +49,7 @@ SHARDING_MUTATIONS = (
     ),
     Mutation(
         name="shards_share_no_memory",
-        what="a graph refuses the part of a shard behind a write to the shard",
+        what="a graph refuses the part of a shard after a write to the shard",
         file="capture/functionalize/alias_checks.py",
         old="    if not any(map(is_dtensor, live)):",
         new="    if True:",
@@ -65,9 +65,9 @@ SHARDING_MUTATIONS = (
     ),
     Mutation(
         name="parts_of_columns_stay_apart",
-        what="parts that are cut along a later dim are taken as they come, one behind another",
+        what="parts that are cut along a later dim are taken as they come, one after another",
         file="place/layouts.py",
-        old="    if spec.dim:  # parts lie one behind another along the first dim",
+        old="    if spec.dim:  # parts lie one after another along the first dim",
         new="    if False:",
         tests=(f"{VERIFY}::test_a_dim_that_is_not_the_first",),
     ),
@@ -153,7 +153,7 @@ SHARDING_MUTATIONS = (
     ),
     Mutation(
         name="hooks_see_parts",
-        what="hooks behind the accumulation of a gradient compute with a rank's part of it",
+        what="hooks after the accumulation of a gradient compute with a rank's part of it",
         file="capture/wrappers/fully_shard_hooks.py",
         old="        for param, hooks in hooked:\n            setattr(param, _BEHIND, type(hooks)",
         new="        for param, hooks in ():\n            setattr(param, _BEHIND, type(hooks)",
@@ -317,9 +317,9 @@ SHARDING_MUTATIONS = (
     Mutation(
         name="pieces_shard_what_they_reach",
         what="a piece replaces parameters that Python holds by shards, in the midst of a call",
-        file="api/compiled_step.py",
-        old="    shards = False  # its Python holds the tensors\n",
-        new="",
+        file="api/stages.py",
+        old="            if not self._adopt(args, kwargs, world) and not self.is_piece:",
+        new="            if not self._adopt(args, kwargs, world):",
         tests=("tests/ranks/sharding/test_live_modules.py::test_modules_do_what_whole_ones_do[learns_from_a_copy]",),
     ),
     Mutation(
@@ -396,7 +396,7 @@ SHARDING_MUTATIONS = (
     ),
     Mutation(
         name="gathers_moved_behind_their_use",
-        what="a gather that a later reduction needs is moved in front of that reduction",
+        what="a gather that a later reduction needs is moved before that reduction",
         file="passes/comm/early_gathers.py",
         old="    gathers = [node for node in behind_all if _brings_updates(node)]",
         new="    gathers = [node for node in starts if _brings_updates(node)]",
@@ -444,8 +444,8 @@ SHARDING_MUTATIONS = (
         old="            if vars(group).get(_ACCUMULATES):",
         new="            if False:",
         tests=(
-            f"{WAITING}::test_an_eager_micro_batch_counts_in_the_next_call[one graph-again-True]",
-            f"{WAITING}::test_it_counts_under_a_strategy[reads its loss-True]",
+            f"{WAITING}::test_an_eager_micro_batch_counts_in_the_next_call[gloo-one graph-again-True]",
+            f"{WAITING}::test_it_counts_under_a_strategy[gloo-reads its loss-True]",
         ),
     ),
     Mutation(
@@ -454,7 +454,7 @@ SHARDING_MUTATIONS = (
         file="capture/wrappers/fully_shard_settings.py",
         old='"_reduce_scatter_comm", _ACCUMULATES,',
         new='"_reduce_scatter_comm",',
-        tests=(f"{WAITING}::test_an_eager_micro_batch_counts_in_the_next_call[one graph-keep-True]",),
+        tests=(f"{WAITING}::test_an_eager_micro_batch_counts_in_the_next_call[gloo-one graph-keep-True]",),
     ),
     Mutation(
         name="waiting_gradients_are_not_noted",
@@ -462,34 +462,34 @@ SHARDING_MUTATIONS = (
         file="capture/wrappers/fully_shard_settings.py",
         old="            one._unsharded_param.register_post_accumulate_grad_hook(note)",
         new="            pass",
-        tests=(f"{WAITING}::test_an_eager_micro_batch_counts_in_the_next_call[one graph-again-True]",),
+        tests=(f"{WAITING}::test_an_eager_micro_batch_counts_in_the_next_call[gloo-one graph-again-True]",),
     ),
     Mutation(
         name="gathered_parameters_are_shards",
-        what="behind a recorded forward Python computes with this rank's part of what torch would have gathered",
+        what="after a recorded forward Python computes with this rank's part of what torch would have gathered",
         file="live/shard_calls.py",
         old="                if id(leaf) in gathered:",
         new="                if False:",
         tests=tuple(
-            f"{WAITING}::test_gathered_parameters_are_whole_where_a_forward_is_recorded[{name}-True]"
+            f"{WAITING}::test_gathered_parameters_are_whole_where_a_forward_is_recorded[gloo-{name}-True]"
             for name in ("norm", "penalty")
         ),
     ),
     Mutation(
         name="gathered_behind_a_backward",
-        what="what Python writes to shards behind a backward that is no record goes to a copy",
+        what="what Python writes to shards after a backward that is no record goes to a copy",
         file="live/run.py",
         old="            self.backward_at = len(self.records)",
         new="            pass",
-        tests=(f"{WAITING}::test_what_is_written_to_shards_stays[updates_by_hand-True]",),
+        tests=(f"{WAITING}::test_what_is_written_to_shards_stays[gloo-updates_by_hand-True]",),
     ),
     Mutation(
         name="gathered_behind_a_reshard",
-        what="and so behind reshard()",
+        what="and so after reshard()",
         file="live/followed_calls.py",
         old="        self._resharded[id(module)] = len(self.records)",
         new="        pass",
-        tests=(f"{WAITING}::test_what_is_written_to_shards_stays[writes_behind_an_evaluation-True]",),
+        tests=(f"{WAITING}::test_what_is_written_to_shards_stays[gloo-writes_behind_an_evaluation-True]",),
     ),
     Mutation(
         name="names_of_memory_see_another",
@@ -517,7 +517,7 @@ SHARDING_MUTATIONS = (
     ),
     Mutation(
         name="gathered_before_an_update",
-        what="a forward behind an update runs with what a backward has left gathered",
+        what="a forward after an update runs with what a backward has left gathered",
         file="live/peers.py",
         old="        if self._stay_gathered:  # they may be of before an update",
         new="        if False:",
@@ -575,7 +575,7 @@ SHARDING_MUTATIONS = (
     ),
     Mutation(
         name="held_updates_looked_at_again",
-        what="what an update takes is looked up again behind every step that frees memory",
+        what="what an update takes is looked up again after every step that frees memory",
         file="passes/schedule/list_scheduler.py",
         old="        if number not in self.needed_bytes or self.needed_bytes[number] <= free_bytes:",
         new="        if True:",

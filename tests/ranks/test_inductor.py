@@ -72,7 +72,7 @@ def test_what_no_other_rank_has_is_compiled_where_it_is_needed(pool2: Any) -> No
 
 def _with_the_second_rank_first() -> tuple[int, int]:
     """How often Inductor is called in a training, and in one of the same plan, by another optimizer, whose kernels rank
-    0 comes to behind rank 1."""
+    0 comes to after rank 1."""
     world, compiles = ws.init(), KernelExchange.compiles
     step = ws.compile(train_step, backend="inductor", strategy=ws.DDP(bucket_bytes=800), fullgraph=True)
 
@@ -95,7 +95,7 @@ def _with_the_second_rank_first() -> tuple[int, int]:
 
 
 def test_a_plan_that_is_agreed_on_may_be_compiled_by_whoever_comes_first(pool2: Any) -> None:
-    """Ranks do not meet in front of it. On GPUs the device of the one that compiles waited for a broadcast of the one
+    """Ranks do not meet before it. On GPUs the device of the one that compiles waited for a broadcast of the one
     that waited for its kernels."""
     (first, none), (waits, second) = pool2.run(_with_the_second_rank_first, timeout_s=240.0)
     assert (none, waits) == (0, 0)

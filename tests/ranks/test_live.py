@@ -241,3 +241,66 @@ def test_a_rank_that_skips_its_batch_is_an_error_on_both(pool2: Any, call: int) 
         assert "rank 1 ends its call" in text
         assert "test_live.py" in text
         assert same
+
+
+def one_rank_looks(how: str, wrapped: bool, strategy: Any, is_compiled: bool = True) -> list[Any]:
+    """What a training of ten calls leaves in which one rank looks at something of its own in every third call."""
+    ws.init()
+    training = Training(wrapped=wrapped)
+    best, calls, rank = [9.0], iter(range(100)), dist.get_rank()
+
+    def step(x: Tensor, y: Tensor) -> None:
+        call = next(calls)
+        loss = training.loss(x, y)
+        if how == "before the backward" and rank == 0 and call % 3 == 0:
+            training.log.append(loss.detach().mul(2).sum().item())
+        training.update(loss)
+        training.log.append(loss.item())
+        if how == "a norm" and rank == 1 and call % 3 == 0:
+            training.log.append(next(training.net.parameters()).norm().item())
+        if how == "its best batch" and training.log[-1] < best[0]:
+            best[0] = training.log[-1]
+            training.log.append((x.mean() * best[0]).item())
+
+    run = ws.compile(step, backend="eager", strategy=strategy) if is_compiled else step
+    for call in range(10):
+        run(*batch(call))
+    return [*training.log, *(full(one.detach()) for one in training.net.parameters())]
+
+
+@pytest.mark.parametrize("how", ["a norm", "its best batch", "before the backward"])
+def test_a_rank_may_look_at_something_of_its_own(pool2: Any, how: str) -> None:
+    """It is no error where nothing is reduced, as one rank logs and others do not."""
+    wanted = pool2.run(one_rank_looks, how, True, None, False)
+    for strategy in (None, ws.DDP()):
+        found = pool2.run(one_rank_looks, how, strategy is None, strategy)
+        for one, other in zip(found, wanted, strict=True):
+            assert len(one) == len(other)
+            assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("how", ["a norm", "its best batch"])
+def test_a_rank_may_look_at_a_shard_by_itself(pool2: Any, how: str) -> None:
+    wanted = pool2.run(one_rank_looks, how, True, None, False)
+    found = pool2.run(one_rank_looks, how, False, ws.FSDP())
+    for one, other in zip(found, wanted, strict=True):  # losses; of a bias before a norm gradients are rounding alone
+        logs = [[value for value in values if isinstance(value, float)] for values in (one, other)]
+        assert logs[0] == pytest.approx(logs[1], rel=1e-5)
+
+
+def lazily_made() -> tuple[str, bool]:
+    ws.init()
+    model = nn.Sequential(nn.Linear(4, 8), nn.LazyLinear(1))
+    step = ws.compile(lambda x: model(x).square().mean().backward(), strategy=ws.DDP(), backend="eager")
+    try:
+        step(batch(0)[0])
+    except ws.CaptureError as error:
+        return str(error), nn.parameter.is_lazy(model[1].weight)
+    return "", False
+
+
+def test_ranks_do_not_make_parameters_of_lazy_modules_each_for_itself(pool2: Any) -> None:
+    """As DistributedDataParallel has it: they would begin with other numbers."""
+    for text, is_lazy in pool2.run(lazily_made):
+        assert "1.weight has no shape yet" in text
+        assert is_lazy

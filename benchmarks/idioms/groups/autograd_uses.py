@@ -158,7 +158,7 @@ def hook_on_a_tensor_reads() -> Loop:
 
 @idiom()
 def gradient_of_an_activation() -> Loop:
-    """Grad-CAM: `retain_grad`, then the gradient is read behind the backward."""
+    """Grad-CAM: `retain_grad`, then the gradient is read after the backward."""
     model, opt = small_training()
     weights = []
 

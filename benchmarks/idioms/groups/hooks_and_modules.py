@@ -79,7 +79,7 @@ def hook_that_changes_the_input() -> Loop:
 
 @idiom()
 def hooks_on_gradients() -> Loop:
-    """Hooks on parameters: one scales the gradient, one notes its norm behind accumulation."""
+    """Hooks on parameters: one scales the gradient, one notes its norm after accumulation."""
     model, opt = small_training()
     norms = []
     model[0].weight.register_hook(lambda grad: grad * 0.5)

@@ -231,7 +231,7 @@ class Timed:
 
 @idiom()
 def context_manager_of_the_user() -> Loop:
-    """It counts, and hides a KeyError that comes behind the backward of every fourth call."""
+    """It counts, and hides a KeyError that comes after the backward of every fourth call."""
     model, opt = small_training()
     timed, settings = Timed(), {}
 
@@ -374,16 +374,20 @@ def operator_without_a_fake_kernel() -> Loop:
 
 @idiom()
 def state_saved_by_a_thread() -> Loop:
-    """Every third call hands a copy of the parameters to a worker and waits for it in the next."""
+    """Every third call hands a copy of the parameters to a worker thread, which begins with the next call."""
+    # The event is why: how many pieces there are would else depend on how soon the worker looks.
     model, opt = small_training()
     workers, pending, sums = concurrent.futures.ThreadPoolExecutor(1), [], []
-    calls = {"n": 0}
+    calls, begins = {"n": 0}, threading.Event()
 
     def total(state):
+        begins.wait(timeout=5)
+        begins.clear()
         return sum(value.double().sum().item() for value in state.values())
 
     def step(x, y):
         while pending:
+            begins.set()
             sums.append(pending.pop().result())
         loss = update(F.cross_entropy(model(x), y), opt)
         calls["n"] += 1

@@ -110,7 +110,7 @@ def grad_scaler_around_a_fused_update() -> Loop:
 
 @idiom()
 def gradients_unscaled_before_a_fused_update() -> Loop:
-    """The same with clipping in between, and losses read behind it: the update skips by `found_inf`."""
+    """The same with clipping in between, and losses read after it: the update skips by `found_inf`."""
     model = mlp()
     opt = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)

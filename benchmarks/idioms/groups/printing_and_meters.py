@@ -149,7 +149,7 @@ def logger_in_the_step() -> Loop:
 
 @idiom()
 def progress_bar() -> Loop:
-    """tqdm with the loss behind the bar."""
+    """tqdm with the loss after the bar."""
     model, opt = small_training()
     shown = StringIO()
     bar = Bar(total=10, file=shown, bar_format="{n}/{total}{postfix}", mininterval=0, miniters=1)

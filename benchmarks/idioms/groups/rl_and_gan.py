@@ -278,7 +278,7 @@ def variational_autoencoder() -> Loop:
 
 @idiom()
 def contrastive_pairs() -> Loop:
-    """SimCLR: two noisy views, and a temperature that is a parameter, clamped behind the update."""
+    """SimCLR: two noisy views, and a temperature that is a parameter, clamped after the update."""
     model, temperature = mlp(), nn.Parameter(torch.tensor(0.0))
     opt = torch.optim.Adam([*model.parameters(), temperature], lr=0.05)
 

@@ -4,8 +4,8 @@
 The loop over an epoch gives each batch to a loop over one batch, for automatic or for manual optimization. In its place
 runs a compiled function, in which a loop of the same class, made for this call alone, does what the class does: hooks,
 ``training_step``, backward, clipping, update, all in Lightning's own code and order. So the step changes no counter of
-the Trainer: those of the loop that it has made are results, and are added behind it.
-``self.log`` keeps values in Python. What a step logs is among its results, too, and is logged behind it.
+the Trainer: those of the loop that it has made are results, and are added after it.
+``self.log`` keeps values in Python. What a step logs is among its results, too, and is logged after it.
 """
 
 from __future__ import annotations

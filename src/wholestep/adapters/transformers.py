@@ -1,9 +1,9 @@
 """compile_trainer(trainer): the loop of ``transformers.Trainer``, with one compiled call for each of its batches.
 
 [Note: where the update is]
-The loop of a Trainer calls ``training_step`` for each batch and then, behind the last one of an update, clips, steps
+The loop of a Trainer calls ``training_step`` for each batch and then, after the last one of an update, clips, steps
 and clears. All of it is in one graph, which runs where the loop calls ``training_step``: the loss is known there. What
-the loop calls behind it finds the work done, once: it gets the norm of the gradients, and nothing is updated twice. A
+the loop calls afterwards finds the work done, once: it gets the norm of the gradients, and nothing is updated twice. A
 loop that calls in another order is an error.
 Batches before the last one of an update are calls of their own, which accumulate gradients and communicate nothing.
 """

@@ -28,6 +28,7 @@ from wholestep.errors import (
     ArtifactError,
     CaptureError,
     ConfigError,
+    LazyParameterError,
     PeerRefusedError,
     RetraceLimitError,
     WholestepError,
@@ -122,6 +123,9 @@ class CompiledStep:
             self._fast_call = self._dispatcher.fast_call if self._padding is None else None
             return result
         forget_frames(refusal)  # of a trace, which knows tensors of the user's
+        if isinstance(refusal, LazyParameterError) and self._stages.is_alone():
+            log.info("this call of %s is eager code: its lazy modules make their parameters", self._stages.name)
+            return self._step(*args, **kwargs)
         return self._go_live(refusal, args, kwargs)
 
     def _go_live(self, refusal: WholestepError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -135,7 +139,7 @@ class CompiledStep:
         live = LiveStep(self._step, self._stages.name, reason, compile_piece, peers, runs_eagerly=why)
         result = live(args, kwargs)  # an error of the step's own leaves it as it was
         self._live = live
-        log.info("%s is live, its Python runs at every call: %s", self._stages.name, reason)
+        log.warning("%s is live, its Python runs at every call: %s", self._stages.name, reason)
         return result
 
     def _compile_piece(self, function: Callable[..., Any], number: int, peers: Peers | None = None) -> CompiledStep:
@@ -204,7 +208,7 @@ class CompiledStep:
         )  # fmt: skip
 
     def measure(self, num_calls: int = 20) -> None:
-        """Times your next calls with the last signature used, `num_calls` of them behind a first one, for `explain`.
+        """Times your next calls with the last signature used, `num_calls` of them after a first one, for `explain`.
 
         Nothing runs besides your calls, and they compute what they would have. On a GPU the device is waited for around
         each of them, and they run without a CUDA graph, inside of which no wait could be seen.
@@ -244,7 +248,7 @@ class CompiledStep:
 
     @property
     def calls(self) -> int:
-        """How many calls it has run; behind `wholestep.load_checkpoint`, with those before the checkpoint."""
+        """How many calls it has run; after `wholestep.load_checkpoint`, with those before the checkpoint."""
         live_calls = max(0, self._live.stats.calls - 1) if self._live is not None else 0  # the first was counted before
         return self._stats.calls + live_calls
 
@@ -312,8 +316,7 @@ class PieceStages(Stages):
     """The stages of a piece of a live step. Its function is made anew in every process, so nothing is cached."""
 
     uses_cache = False
-    adopts_wrappers = False  # the live step has
-    shards = False  # its Python holds the tensors
+    is_piece = True
 
     def __init__(self, *args: Any, left_alone: Callable[[], frozenset[int]], **kwargs: Any) -> None:
         """`left_alone`: ids of the tensors that the strategy of the live step leaves to each rank."""

@@ -8,7 +8,9 @@ of that entry. It decides, the key does not: where it says no, or the key is new
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import logging
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ from wholestep.runtime.distributed.world import init
 from wholestep.util.gc_pause import gc_paused
 from wholestep.util.progress import progress_shown
 
+log = logging.getLogger("wholestep")
+
 MAX_KEYS = 4096
 """Keys of calls that are kept. Steps with sizes that move have any number of them."""
 
@@ -38,6 +42,25 @@ def call_key(thing: Any) -> Hashable:
     if kind is dict:
         return (*thing, *map(call_key, thing.values()))
     return (kind, thing) if kind is int or kind is bool else (kind,)
+
+
+@contextmanager
+def _set_up(entry: Entry) -> Iterator[Callable[[], None]]:
+    """While open, and from then on, what the step of an entry sets before it looks at it is set.
+
+    Gives what puts back what was there, which an error does as well.
+    """
+    setup = entry.captured.setup
+    undo = (setup.repeat() if setup is not None else None) or _nothing
+    try:
+        yield undo
+    except BaseException:
+        undo()
+        raise
+
+
+def _nothing() -> None:
+    """Nothing was set."""
 
 
 class Dispatcher:
@@ -57,11 +80,13 @@ class Dispatcher:
         known = self._by_key.get(key)
         fast_call = None if known is None or known.executable.is_measured else known.fast_call
         if known is not None and fast_call is not None:
-            result = fast_call(args, kwargs)
-            if result is not fast_call:
-                self._move_to_front(known)
-                self.fast_call = fast_call
-                return result
+            with _set_up(known) as undo:
+                result = fast_call(args, kwargs)
+                if result is not fast_call:
+                    self._move_to_front(known)
+                    self.fast_call = fast_call
+                    return result
+                undo()
         result = self._compared(args, kwargs)
         if len(self._by_key) >= MAX_KEYS:
             self._by_key.clear()
@@ -69,7 +94,7 @@ class Dispatcher:
         return result
 
     def _compared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the entry whose guards hold, which is the first one behind it, by a full comparison."""
+        """Runs the entry whose guards hold, which is the first one afterwards, by a full comparison."""
         self._stats.dispatched_calls += 1
         self.fast_call = None
         self._stages.settle()
@@ -78,8 +103,16 @@ class Dispatcher:
             leaves = list(map(awaited, leaves))
             args, kwargs = tree_util.unflatten(leaves, spec)
         entry, reason = self._find(leaves, spec)
-        if entry is None:
-            return self._call_new(args, kwargs, leaves, reason)
+        if entry is not None:
+            return self._run_again(entry, leaves)
+        for entry in [one for one in self.entries if one.captured.setup is not None]:
+            with _set_up(entry) as undo:
+                if entry.captured.guards.why_not(leaves, spec) is None:
+                    return self._run_again(self._current(entry), leaves)
+                undo()
+        return self._call_new(args, kwargs, leaves, reason)
+
+    def _run_again(self, entry: Entry, leaves: list[Any]) -> Any:
         result = self._run(entry, leaves)
         self._set_fast_call(entry)
         return result
@@ -94,18 +127,21 @@ class Dispatcher:
     def _find(self, leaves: list[Any], spec: tree_util.TreeSpec) -> tuple[Entry | None, str | None]:
         """The entry whose guards hold, moved to the front; or why the one used last does not, if there is one."""
         reason = None
-        for position, entry in enumerate(self.entries):
+        for entry in self.entries:
             why_not = entry.captured.guards.why_not(leaves, spec)
             if why_not is None:
-                self._stats.dispatched_hits += 1
-                if position:
-                    self._move_to_front(entry)
-                if self._stages.is_outdated(entry):
-                    entry = self.entries[0] = self._stages.plan(entry.captured, entry.lookup)
-                return entry, None
+                return self._current(entry), None
             reason = reason or why_not
             self._stages.retraces.compared(entry.captured.guards, leaves)
         return None, reason
+
+    def _current(self, entry: Entry) -> Entry:
+        """An entry whose guards hold, moved to the front; planned anew where it is outdated."""
+        self._stats.dispatched_hits += 1
+        self._move_to_front(entry)
+        if self._stages.is_outdated(entry):
+            self.entries[0] = self._stages.plan(entry.captured, entry.lookup)
+        return self.entries[0]
 
     def _call_new(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], reason: str | None) -> Any:
         """Builds an entry and runs it; it is one of the entries once its first call has succeeded."""
@@ -114,6 +150,11 @@ class Dispatcher:
             with progress_shown(stages.name, init().rank):
                 stages.retraces.allow(reason)
                 entry = stages.build(args, kwargs, is_first=not self.entries)
+            if not stages.is_piece and (shape := entry.captured.spec.kept_graph):
+                log.warning(
+                    "%s returns a tensor %s without its graph of autograd, through which a backward could go on in "
+                    "eager code. Call backward() in the step.", stages.name, shape,
+                )  # fmt: skip
             with entry.captured.undone_on_error():
                 if self._padding is not None:
                     self._padding.check(entry.captured.program)

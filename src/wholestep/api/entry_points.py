@@ -67,7 +67,7 @@ def compile(
             compiles what stands between collectives and, on a GPU, makes one CUDA graph of the whole step; "auto" is
             "inductor" on a GPU, and on a CPU where the calibration of the host says that it pays, else "eager".
             `CompiledStep.explain` says which it is, and why.
-        passes: a function ``Program -> Program``, or several. They run behind the default ones, on a functional
+        passes: a function ``Program -> Program``, or several. They run after the default ones, on a functional
             graph; only the passes that let operations run in place come after them. Or the default passes with
             options: ``ws.default_passes(memory_budget=0.6, extra=[my_pass])`` trades time for memory.
         max_retraces: how many new signatures may be captured after the first.
@@ -143,6 +143,6 @@ def _function_named(name: str, path: Path) -> Any:
     except (ImportError, AttributeError, ValueError) as error:
         raise ArtifactError(
             f"{path} is a step called {name}, which cannot be found from here ({error}). Pass the function: "
-            f"wholestep.load(path, train_step)."
+            f"wholestep.load(path, train_step, trusted=True)."
         ) from error
     return function

@@ -35,7 +35,7 @@ class Padding:
     ) -> Any:
         """What `step` gives for longer tensors in the place of those that are named. The caller's stay as they are.
 
-        Raises ConfigError where there is no tensor with that dim, and behind a call that has written to one of them.
+        Raises ConfigError where there is no tensor with that dim, and after a call that has written to one of them.
         """
         positional, named, made = list(args), dict(kwargs), list[tuple[str, torch.Tensor, int]]()
         for place, name, keys, pad in self._pads:

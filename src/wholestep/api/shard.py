@@ -46,7 +46,7 @@ def shard(
         raise ConfigError(f"wholestep.shard wants a module, got {type(model).__name__}.")
     wrong = next((one for one in optimizers if not isinstance(one, Optimizer)), None)
     if wrong is not None:
-        raise ConfigError(f"wholestep.shard wants optimizers behind the model, got {type(wrong).__name__}.")
+        raise ConfigError(f"wholestep.shard wants optimizers after the model, got {type(wrong).__name__}.")
     strategy = FSDP() if strategy is None else strategy
     world = init()
     mesh = world.mesh if mesh is None else mesh

@@ -97,10 +97,9 @@ class Stages:
 
     uses_cache = True
     """Whether steps are looked up in, and written to, the cache on disk."""
-    adopts_wrappers = True
-    """Whether the settings of DistributedDataParallel and ``fully_shard`` are those of the step."""
-    shards = True
-    """Whether plain modules that the step reaches are sharded, where the strategy wants that."""
+    is_piece = False
+    """Whether it is a piece of a live step: that has adopted the settings of wrapped modules, shards plain ones, and
+    knows through which results a backward goes on."""
 
     def __init__(
         self, step: Callable[..., Any], options: Options, stats: CallStats | None = None, saved: Path | None = None,
@@ -128,7 +127,7 @@ class Stages:
         """Every stage in order, for one signature. `is_first`: the step has no other entry."""
         world = init()
         with naming(self.step):
-            if not self._adopt(args, kwargs, world) and self.shards:
+            if not self._adopt(args, kwargs, world) and not self.is_piece:
                 self._shard_live(args, kwargs, world)
         lookup = self._lookup(args, kwargs, self.rendezvous if is_first else None)
         if lookup.step is not None:
@@ -253,6 +252,10 @@ class Stages:
             log.warning("%s is live. %s", self.name, peers.note)
         return peers
 
+    def is_alone(self) -> bool:
+        """Whether nothing travels: there is one rank along each axis of data, or no strategy."""
+        return self._strategy(init()) is None or all(axis.size == 1 for axis in data_axes(init(), self.options.mesh))
+
     @property
     def runs_eagerly(self) -> str:
         """Why the modules of a live step communicate by themselves; empty if pieces do."""
@@ -283,19 +286,16 @@ class Stages:
         return "no communication" if is_alone else type(self._strategy(init()) or DDP()).__name__
 
     def load_memory(self, memory: dict[str, Any]) -> None:
-        """Compressed communication goes on from this memory; nothing is done where there is none.
-
-        Modules that bring their strategy tell in the first call what it is: the memory waits for them.
-        """
+        """Compressed communication goes on from this memory, if there is any. Modules that bring their strategy tell in
+        the first call what it is: the memory waits for them."""
         if self.compression is not None:
             self.compression.load_state_dict(memory)
-        elif self.adopts_wrappers and not self._is_adopted:
+        elif not self.is_piece and not self._is_adopted:
             self._memory = memory
 
     def state_layout(self) -> LayoutOf:
         """How the strategy cuts new state of optimizers, before the first call too."""
-        world = init()
-        mesh, strategy = self._mesh(world), self._strategy(world)
+        mesh, strategy = self._mesh(init()), self._strategy(init())
         if mesh is None or mesh.size() == 1 or not isinstance(strategy, ZeRO):
             return cut_like_parameter
         return functools.partial(layout_of_state, strategy, mesh)
@@ -305,7 +305,7 @@ class Stages:
 
     def _adopt(self, args: tuple[Any, ...], kwargs: dict[str, Any], world: World) -> bool:
         """Takes over what wrapped modules were told, again before each trace; whether there are any."""
-        if not self.adopts_wrappers:
+        if self.is_piece:
             return False
         self._is_adopted = True
         found = find_reachable(self.step, args, kwargs)

@@ -13,6 +13,7 @@ A step is traced once, and is refused if its Python changes anything (`capture/e
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,12 +28,14 @@ from wholestep.capture.bind.captured import (
     Captured,
     GradSink,
     ResultSink,
+    Setup,
     StateRef,
     StateSink,
     TraceReads,
     portable_scalars,
 )
 from wholestep.capture.effects.optimizer_effects import OptimizerEffects
+from wholestep.capture.effects.set_first import SetFirst
 from wholestep.capture.effects.side_effects import SideEffects
 from wholestep.capture.functionalize.alias_checks import check_arrays, check_results, check_writes
 from wholestep.capture.functionalize.functionalize import functionalize
@@ -40,7 +43,7 @@ from wholestep.capture.guards.environment import environment_read
 from wholestep.capture.make_program import make_program
 from wholestep.capture.python import tree_util
 from wholestep.capture.python.attribute_access import AttributesFound
-from wholestep.capture.python.container_views import BUFFERS, ContentView
+from wholestep.capture.python.container_views import BUFFERS, ContentView, own_dict
 from wholestep.capture.python.snapshot import SCALARS
 from wholestep.capture.reach import unwrap_compiled
 from wholestep.capture.reach.rng_and_iterators import check_made, hidden_error, kept_iterators, refuse_hidden
@@ -63,6 +66,10 @@ MAX_TRACES = 100
 """Of one capture. Every trace but the last two finds an attribute, so that more is a fault of ours."""
 
 
+_ONE_THREAD = threading.RLock()
+"""Held while a step is traced: what a trace puts in the place of names of torch is put back in order."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Outline:
     """What one run of the step did: two that differ are of different calls."""
@@ -82,6 +89,8 @@ class _Unsettled:
 
     effects: SideEffects
     outline: _Outline
+    places: tuple[tuple[Any, str, Any], ...]
+    """The attributes that it has set, with what they hold now, if that is all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +134,8 @@ def capture(
     read: frozenset[int] = frozenset()
     setup: _Unsettled | None = None
     for number in range(1, MAX_TRACES + 1):
-        outcome = trace(observed, read, setup)
+        with _ONE_THREAD:
+            outcome = trace(observed, read, setup)
         log.debug("trace %d: %s", number, type(outcome).__name__)
         setup = None
         match outcome:
@@ -162,7 +172,7 @@ def _trace_once(
     outcome: _Outcome
     try:
         with make_context(observed=observed, read=read) as context:
-            outcome = _attempted(context, observed, step, None if setup is None else setup.outline)
+            outcome = _attempted(context, observed, step, setup)
             if not isinstance(outcome, Captured):
                 context.lazy.discard()
     except AttributesFound:
@@ -175,11 +185,11 @@ def _trace_once(
 
 
 def _attempted(
-    context: StepContext, observed: _Attributes, step: Callable[..., Any], expected: _Outline | None
+    context: StepContext, observed: _Attributes, step: Callable[..., Any], setup: _Unsettled | None
 ) -> _Outcome:
     found: _Outcome
     try:
-        found = _Attempt(context, observed).run(step, expected)
+        found = _Attempt(context, observed).run(step, setup)
     except Exception as error:
         found = error
     held = context.read_arguments() if not isinstance(found, _Unsettled) else None
@@ -212,28 +222,33 @@ class _Attempt:
         self._context = context
         self._attributes = tuple(sorted(one if isinstance(one, str) else one.__qualname__ for one in observed))
 
-    def run(self, step: Callable[..., Any], expected: _Outline | None) -> Captured | _Unsettled:
-        """Raises CaptureError, also where the step does something else than `expected`, and what the step raises."""
+    def run(self, step: Callable[..., Any], setup: _Unsettled | None) -> Captured | _Unsettled:
+        """Raises CaptureError, also where the step does something else than in `setup`, and what the step raises."""
         context, optimizers = self._context, OptimizerEffects(self._context)
         refuse_hidden(context.reachable.hidden, context.reachable.codes)
         tracer = Tracer(context, optimizers)
         settle()
         side_effects = SideEffects(context, optimizers)
         kept = kept_iterators(context.reachable.iterators)
-        with environment_read() as environment, side_effects, kept:
+        places = () if setup is None else setup.places
+        set_first = SetFirst([(thing, name) for thing, name, _ in places])
+        with environment_read() as environment, side_effects, kept, set_first.observed():
             trace = tracer.run(step)
             check_made(trace.module, context.reachable.generators)
             _check_sizes(trace.module.graph, context)
         if side_effects.changed:
-            if trace.foreign and side_effects.has_written_buffers:  # a graph would read what was written behind it
+            if trace.foreign and side_effects.has_written_buffers:  # a graph would read what was written after it
                 side_effects.restore()
                 raise CaptureError(side_effects.sentence())
-            return _Unsettled(side_effects, _outline(trace))
-        if expected is not None and _outline(trace) != expected:
+            return _Unsettled(side_effects, _outline(trace), _set_places(side_effects, context))
+        if setup is not None and _outline(trace) != setup.outline:
             raise CaptureError("the second run of the step did something else than the first")
         program, spec = self._functional(trace, environment)
         unwrap_compiled.log_unwrapped(context.reachable.compiled)
-        return bind(lambda: program, spec, context, trace.sizes)
+        captured = bind(lambda: program, spec, context, trace.sizes)
+        if not places or not set_first.holds:
+            return captured
+        return replace(captured, setup=Setup(tuple((vars(thing), name, now) for thing, name, now in places)))
 
     def _functional(self, trace: Trace, environment: Mapping[str, str]) -> tuple[Program, BindingSpec]:
         _log_foreign(trace.foreign)
@@ -271,6 +286,7 @@ class _Attempt:
                 if one in trace.forwards
             ),
             stepped_optimizers=tuple(number for number, opt in stepped if id(opt) in trace.stepped_optimizers),
+            kept_graph="" if recorded.kept_graph is None else str(list(recorded.kept_graph.shape)),
             reads=reads,
         )
 
@@ -294,6 +310,17 @@ class _Attempt:
             tensor_attributes=context.attributes.asks_tensors,
             attributes=self._attributes,
         )
+
+
+def _set_places(effects: SideEffects, context: StepContext) -> tuple[tuple[Any, str, Any], ...]:
+    """What a trace has changed, if those are all plain attributes: object, name and value. Else nothing."""
+    modules = (module for _, root in context.reachable.modules.values() for module in root.modules())
+    objects = (one.thing for one in context.reachable.objects.values())
+    owners = {id(own_dict(thing)): thing for thing in (*modules, *objects)}
+    places = [(owners.get(id(container)), key, then, now) for container, key, then, now in effects.places()]
+    plain = all(thing is not None and isinstance(then, SCALARS) and isinstance(now, SCALARS)
+                for thing, _, then, now in places)  # fmt: skip
+    return tuple((thing, key, now) for thing, key, _, now in places) if plain else ()
 
 
 def _outline(trace: Trace) -> _Outline:

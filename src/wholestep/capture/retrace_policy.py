@@ -37,9 +37,12 @@ from wholestep.errors import CaptureError, RetraceLimitError
 
 log = logging.getLogger("wholestep")
 
+MAX_TRIED = 32
+"""Numbers that are tried one by one where not all can be inputs: a capture each. A batch of lists has thousands."""
+
 
 class RetracePolicy:
-    """The traces of one step behind its first."""
+    """The traces of one step after its first."""
 
     def __init__(self, step: Callable[..., Any], limit: int, dynamic: bool | None = None) -> None:
         """`limit`: how many there may be. `dynamic`: False keeps sizes of arguments constant."""
@@ -140,7 +143,13 @@ class RetracePolicy:
         self, capture: Callable[[Collection[VaryingValue]], Captured], first: Exception
     ) -> Captured:
         """What `capture` gives with those inputs with which it gives something; `first` is what it raised with all."""
-        groups, self._varying = _groups(self._varying), {}
+        groups = _groups(self._varying)
+        if len(groups) > MAX_TRIED:
+            raise CaptureError(
+                f"{len(groups)} numbers are others in later calls, and not all of them can be inputs of a graph. Make "
+                f"a tensor of them outside of the step, and pass that. What was tried: {first}"
+            ) from first
+        self._varying = {}
         for group in groups:
             try:
                 if len(groups) == 1:
@@ -179,11 +188,15 @@ def _groups(changing: Mapping[Hashable, VaryingValue]) -> list[dict[Hashable, Va
     sizes: dict[Hashable, VaryingValue] = {key: one for key, one in changing.items() if isinstance(one, ArgumentSize)}
     groups: list[dict[Hashable, VaryingValue]] = []
     for key, one in changing.items():
-        if isinstance(one, Leaf) and one.is_text:
+        if _is_text(one):
             texts[key] = one
         elif key not in sizes:
             groups.append({key: one})
     return [one for one in (sizes, *groups, texts) if one]
+
+
+def _is_text(one: VaryingValue) -> bool:
+    return isinstance(one, Leaf) and one.is_text
 
 
 def _name(one: VaryingValue) -> str:

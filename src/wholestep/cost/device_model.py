@@ -11,7 +11,7 @@ from wholestep.cost.curve import Curve
 from wholestep.cost.flops import Kind, Work
 
 TUNED = "tuned_"
-"""In front of the name of a curve: of kernels for which a compiler may choose among libraries."""
+"""Before the name of a curve: of kernels for which a compiler may choose among libraries."""
 
 _HOST_ONLY = (Kind.VIEW, Kind.NUMBER)
 _BY_BYTES = (Kind.POINTWISE, Kind.IN_PLACE, Kind.REDUCTION)

@@ -3,7 +3,7 @@
 Note: what becomes one kernel
     A call of a library (a product, a convolution, attention) stays one. All else is joined with whatever it reads and
     whatever reads it, unless a library stands between the two: nodes are told apart by how many calls of libraries lie
-    in front of them at most. A kernel reads what others have written, each value once, and writes what others read;
+    before them at most. A kernel reads what others have written, each value once, and writes what others read;
     what leads from one of its nodes to the next does not travel. Inductor goes less far: it makes two
     kernels where sums go along different dimensions, which costs little where memory is the bound.
 """

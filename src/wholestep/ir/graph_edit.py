@@ -137,7 +137,7 @@ def nodes_of(tree: Any) -> Iterable[fx.Node]:
 
 
 def sort_topologically(graph: fx.Graph) -> None:
-    """Moves nodes that stand before one of their arguments to just behind the last of them; else keeps order.
+    """Moves nodes that stand before one of their arguments to just after the last of them; else keeps order.
 
     What draws from a random generator, or sets it, waits for the one before it too.
     """

@@ -85,7 +85,7 @@ RESIZE_STORAGE_ = torch.ops.wholestep.resize_storage_.default
 VERSION = torch.ops.wholestep.version.default
 """The version counter that autograd keeps of an input, as the step finds it."""
 SET_VERSION = torch.ops.wholestep.set_version.default
-"""Sets the version counter of an input, behind the last write to it."""
+"""Sets the version counter of an input, after the last write to it."""
 
 WAIT = c10d.wait_tensor.default
 COLLECTIVES = frozenset({
@@ -136,6 +136,11 @@ def frees_storage(node: fx.Node) -> bool:
 def is_op(node: fx.Node) -> bool:
     """Whether the node calls a torch operator (and not, say, ``operator.getitem``)."""
     return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
+
+
+def writes_into_copy(op: Any) -> bool:
+    """Whether an operator gives a copy of its first argument with a part written: ``x[0] = y`` without the write."""
+    return isinstance(op, torch._ops.OpOverload) and op._schema.name.endswith("_scatter")
 
 
 @cache

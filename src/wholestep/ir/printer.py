@@ -248,7 +248,7 @@ class _Writer:
         return self._bind(name if name.isidentifier() else type(target).__name__, target)
 
     def _bind(self, name: str, thing: Any) -> str:
-        """A global name for `thing`: `name`, with underscores behind it while something else has that name."""
+        """A global name for `thing`: `name`, with underscores after it while something else has that name."""
         while (
             name in _RESERVED
             or name in self.locals
@@ -306,7 +306,7 @@ def _operand(text: str) -> str:
 
 
 def _last_reads(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each call, the values that nobody reads behind it, in order of appearance."""
+    """For each call, the values that nobody reads after it, in order of appearance."""
     seen: set[fx.Node] = set(graph.output_node().all_input_nodes)
     dying: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):

@@ -89,9 +89,9 @@ class Segment:
         return tuple(shapes.create_symintnode(one, hint=shapes.size_of[one].hint) for one in symbols_of(numbers))
 
     def __call__(self, arguments: list[Any]) -> list[Any]:
-        """Runs the nodes in order. Results that are stored are written behind the last of them.
+        """Runs the nodes in order. Results that are stored are written after the last of them.
 
-        Takes the arguments of its node as one list and empties it, so that what nobody else holds is freed behind its
+        Takes the arguments of its node as one list and empties it, so that what nobody else holds is freed after its
         last reader inside.
         """
         targets = {result: arguments[argument] for argument, result in self.stored}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def computed_node(graph: fx.Graph, expression: Any, symbols: Mapping[Any, fx.Nod
     """The node that gives an expression of torch's sympy: calls at the insertion point, of nodes for its symbols."""
     tracer, before = fx.proxy.GraphAppendingTracer(graph), set(graph.nodes)
     proxies = {symbol: fx.Proxy(node, tracer) for symbol, node in symbols.items()}
-    made: Any = sympy_interp(PythonReferenceAnalysis, proxies, expression)
+    made: Any = sympy_interp(_NodeAnalysis, proxies, expression)
     for node in graph.nodes:
         if node not in before:
             args: Any = fx.node.map_arg(node.args, node_meta.value)
@@ -70,8 +71,57 @@ def computed_node(graph: fx.Graph, expression: Any, symbols: Mapping[Any, fx.Nod
     return found
 
 
+class _NodeAnalysis(PythonReferenceAnalysis):
+    """Functions of sizes as calls of a graph: torch's own turn some into expressions, or ask for their numbers."""
+
+    @staticmethod
+    def trunc_to_int(x: Any, dtype: Any) -> Any:
+        return _called(torch.sym_int, x)
+
+    @staticmethod
+    def floor_to_int(x: Any, dtype: Any) -> Any:
+        return _called(math.floor, x)
+
+    @staticmethod
+    def ceil_to_int(x: Any, dtype: Any) -> Any:
+        return _called(math.ceil, x)
+
+    @staticmethod
+    def round_to_int(a: Any, dtype: Any) -> Any:
+        return _called(round, a)
+
+    @staticmethod
+    def trunc(x: Any) -> Any:
+        return _called(torch.sym_float, _called(torch.sym_int, x))
+
+    @staticmethod
+    def floor(x: Any) -> Any:
+        return _called(torch.sym_float, _called(math.floor, x))
+
+    @staticmethod
+    def ceil(x: Any) -> Any:
+        return _called(torch.sym_float, _called(math.ceil, x))
+
+    @staticmethod
+    def round_decimal(a: Any, b: Any) -> Any:
+        return _called(round, a, b)
+
+    @staticmethod
+    def int_truediv(a: Any, b: Any) -> Any:
+        return a / b
+
+    @staticmethod
+    def where(condition: Any, a: Any, b: Any) -> Any:
+        return _called(torch.sym_ite, condition, a, b)
+
+
+def _called(function: Callable[..., Any], *args: Any) -> Any:
+    proxy = next((one for one in args if isinstance(one, fx.Proxy)), None)
+    return function(*args) if proxy is None else proxy.tracer.create_proxy("call_function", function, args, {})
+
+
 class SymbolNodes:
-    """The nodes that give the symbols of sizes: calls behind the inputs of a graph, once each."""
+    """The nodes that give the symbols of sizes: calls after the inputs of a graph, once each."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
@@ -118,7 +168,7 @@ def _sizes(value: Any) -> Iterator[tuple[Any, int, Any]]:
 
 
 def _last_placeholder(node: fx.Node) -> fx.Node:
-    """Calls stand behind all placeholders."""
+    """Calls stand after all placeholders."""
     while node.op == "placeholder" and node.next.op == "placeholder":
         node = node.next
     return node

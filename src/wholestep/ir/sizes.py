@@ -1,6 +1,6 @@
 """Sizes that move between calls: how records name them, what they were, and comparisons that decide nothing.
 
-[Note: no question behind a capture]
+[Note: no question after a capture]
 A symbolic size answers every question of Python (``==``, ``<``, ``bool``, ``int``) by the number that it was in the
 traced call, and torch notes the answer as a condition of the trace. Calls are checked for all of them, whenever they
 were asked. A pass that asks one would so tie the program to more sizes than the step does: it asks the functions of

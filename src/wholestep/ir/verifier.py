@@ -122,7 +122,7 @@ def _writes_only_to_temporaries_and_targets(program: Program) -> Iterator[str]:
 
 
 def _writes_are_done(program: Program) -> Iterator[str]:
-    # Nothing behind the graph stores a value: at this stage the result of a WRITE is None.
+    # Nothing after the graph stores a value: at this stage the result of a WRITE is None.
     for output, result in zip(program.outputs, program.results, strict=True):
         if output.kind is OutputKind.WRITE and result is not None:
             yield f"{result} is still to be written to {output.name}"

@@ -10,22 +10,25 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from wholestep.capture.guards.fast_guards import held_elsewhere
+from wholestep.capture.tracing.tensor_swap import swap_contents
 from wholestep.capture.wrappers.fully_shard_settings import sharded_modules
-from wholestep.live.opaque.modules import OpaqueModule, OpaqueModules
+from wholestep.live.opaque.modules import FunctionCall, OpaqueModule, OpaqueModules
 from wholestep.live.pieces.observation import hooks_on_gradients
 from wholestep.live.pieces.pending_calls import Launcher, PendingCalls
 from wholestep.live.pieces.shape_inference import resized
 from wholestep.live.recording.fast_match import FastRecord
-from wholestep.live.recording.handle import Handle
+from wholestep.live.recording.handle import Handle, recording_paused
 from wholestep.live.recording.modes import recordable_modes
 from wholestep.live.recording.path import BACKWARDS, Path
-from wholestep.live.recording.record import Read, Record, name_of
+from wholestep.live.recording.record import OutputMeta, Read, Record, Value, name_of
 from wholestep.live.recording.snapshot import OptimizerSnapshot, OptimizerWatch
 from wholestep.live.recording.structure import Structure
 
@@ -47,6 +50,8 @@ class Learned:
     """Calls of torch that have given Python something other than tensors."""
     drawing_functions: set[Any] = field(default_factory=set)
     """Functions of torch that have drawn random numbers without any tensor of the step."""
+    making_functions: set[Any] = field(default_factory=set)
+    """Those that have made, of data alone, what a later call put into a graph: ``out`` of ``out[i] = model(x)``."""
 
 
 class FollowedCalls(PendingCalls, ABC):
@@ -64,9 +69,20 @@ class FollowedCalls(PendingCalls, ABC):
         super().__init__(paths, arguments, launch, agree_on_gradients)
         self._learned = learned
         self.backward_at = 0
-        """How many calls were recorded in front of the last backward that is no record."""
+        """How many calls were recorded before the last backward that is no record."""
+        self.made_modules: WeakSet[nn.Module] = WeakSet()
+        """Those that this call has made. Another call makes others, so their own Python runs: no record is of them."""
         self._resharded: dict[int, int] = {}
         """Likewise of ``reshard()``, by id of the module."""
+
+    def note_made(self, module: nn.Module) -> None:
+        """The step has made a module."""
+        self.made_modules.add(module)
+
+    def call_of(self, function: type[torch.autograd.Function]) -> FunctionCall | None:
+        """The module whose call is that of a function; None if the step makes the function itself."""
+        with recording_paused():
+            return self._learned.modules.call_of(function)
 
     def note_reshard(self, module: FSDPModule) -> None:
         """A module of ``fully_shard`` is told to drop what it has gathered."""
@@ -100,7 +116,7 @@ class FollowedCalls(PendingCalls, ABC):
         if not tensors.matches(path, fast, leaves):
             return NOT_SURE
         self.records.append(fast.record)
-        return None if fast.output is None else tensors.note_value(self._made(fast.output), (number, 0))
+        return None if fast.output is None else self._handle_of((number, 0), fast.output)
 
     def _followed_read(self, path: Path, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number = len(self.records)
@@ -150,9 +166,26 @@ class FollowedCalls(PendingCalls, ABC):
             tensors.note_state(snapshot)
         self.take(record)
         output = record.outputs[0]
-        result = None if output is None else tensors.note_value(self._made(output), (number, 0))
+        result = None if output is None else self._handle_of((number, 0), output)
         self._run_what_others_see(record)
         return result
+
+    def _handle_of(self, value: Value, meta: OutputMeta) -> torch.Tensor:
+        """The handle of what a record gives: that of the value which it gives again, where somebody holds it."""
+        known = None if meta.again is None else self.tensors.if_alive(meta.again)
+        return self.tensors.note_value(known if type(known) is Handle else self._made(meta), value)
+
+    def _joined(self, tensor: torch.Tensor, meta: OutputMeta, value: Value) -> torch.Tensor:
+        """An argument in place that the call puts into a graph: the same object, as another value."""
+        was, other = self.tensors.value_of(tensor), self._made(meta)
+        assert was is not None
+        is_pending = type(tensor) is Handle
+        swap_contents(tensor, other)
+        if not is_pending:  # `other` is now what the piece is given
+            tensor.__class__, other.__class__ = Handle, torch.Tensor
+            vars(tensor)["run"] = vars(other).pop("run")
+            self._given.append(self.tensors.note_value(other, was))
+        return self.tensors.note_value(tensor, value)
 
     def _may_follow(self, record: Record) -> bool:
         """Whether nothing has happened for which a record has to wait until others have run, or is none."""

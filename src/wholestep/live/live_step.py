@@ -19,10 +19,11 @@ from wholestep.errors import CaptureError, PeerRefusedError, RetraceLimitError
 from wholestep.live.followed_calls import Learned
 from wholestep.live.opaque.functions import redirected
 from wholestep.live.opaque.modules import OpaqueModule
-from wholestep.live.peers import ENDS, PUTS_GRADIENTS, RUNS_PIECE, Event, Peers
+from wholestep.live.peers import Peers
 from wholestep.live.pieces.pending_calls import PendingCalls
 from wholestep.live.pieces.piece import Piece, PieceSpec, make_piece, size_carrier
 from wholestep.live.pieces.tensors import inputs_of
+from wholestep.live.recording.events import ENDS, PUTS_GRADIENTS, RUNS_PIECE, Event
 from wholestep.live.recording.handle import CURRENT, RUNS, RecordingMode
 from wholestep.live.recording.modes import begin_blocks
 from wholestep.live.recording.path import Path, Paths
@@ -49,7 +50,9 @@ class Compiled(Protocol):
 MAX_PIECES = 16
 """Compiled pieces of one path."""
 MAX_EAGER_CALLS = 8
-"""Calls in a row without a piece behind which a step is no longer recorded."""
+"""Calls in a row without a piece after which a step is no longer recorded."""
+MAX_COMPILED, LAUNCHES_EACH = 48, 16
+"""Pieces that are compiled at first; and how often those have to run, on average, for more to be."""
 MAX_REASONS = 12
 """Kinds of reasons that are kept. They name values, so there may be a new one at every call."""
 
@@ -115,7 +118,7 @@ class LiveStep:
         self._has_pieces = not runs_eagerly and (peers is None or peers.runs_pieces)
         self._scopes: list[dict[str, Any]] | None = None
         """Globals of the user's code that names ``type``; None before the first call."""
-        self._eager_calls = 0
+        self._eager_calls = self._num_compiled = 0
         self._looks = True
 
     @property
@@ -218,18 +221,22 @@ class LiveStep:
         if self._peers is not None:
             event = Event(RUNS_PIECE)
             if compiled is not None and not compiled.refused:
-                event = self._peers.run_of(compiled.piece, compiled.made)
+                event = self._peers.run_of(compiled.piece, compiled.made, path.records[slice(*spec.span)])
             if not self._peers.meet(event):
                 return None
         if compiled is None:
-            run.refused = f"this way through the step has {MAX_PIECES} pieces, which is the most"
+            run.stop(f"this way through the step has {MAX_PIECES} pieces, which is the most")
             return None
         if compiled.refused:
             run.refused = compiled.refused
             return None
         made = 0 if self._peers is None else self._peers.made
         if compiled.call is None or compiled.made != made:
+            if self._num_compiled >= MAX_COMPILED and self.stats.launches < LAUNCHES_EACH * self._num_compiled:
+                run.refused = f"of {self._num_compiled} compiled pieces too few run again for more to be compiled"
+                return None
             compiled.call, compiled.made = self._compile(compiled.piece.function, made), made
+            self._num_compiled += 1
         try:
             results = self._run_piece(compiled, run, read)
         except (CaptureError, RetraceLimitError, PeerRefusedError) as error:

@@ -1,11 +1,12 @@
-"""What data parallelism does in a live step: gradients are reduced behind each backward, ranks take the same way.
+"""What data parallelism does in a live step: gradients are reduced after each backward, ranks take the same way.
 
 [Note: ranks of a live step]
 A piece brings its collectives with it. Where calls run one by one, the gradients that a backward has left are reduced
-right behind it, so that parameters stay equal on all ranks. Both need all ranks to do the same, and Python may decide
+right after it, so that parameters stay equal on all ranks. Both need all ranks to do the same, and Python may decide
 otherwise on one of them. So ranks meet before each backward and each piece, and at the end of each call, and say what
 they are about to do. If all run the same piece they do; if some cannot, all run their calls one by one. If one ends its
-call where others go on, that is an error on every rank, with the line of each, before anything has been reduced.
+call where others go on, that is an error on every rank, with the line of each, before anything has been reduced. What
+one rank may run alone it does, and the others wait.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -39,6 +40,19 @@ from wholestep.ir.ops.collectives import group_named
 from wholestep.ir.program import InputKind, MeshAxis
 from wholestep.live.cached_walk import CachedWalk
 from wholestep.live.pieces.piece import Piece
+from wholestep.live.recording.events import (
+    DOES,
+    ENDS,
+    GATHERS,
+    PUTS_GRADIENTS,
+    RUNS_BACKWARD,
+    RUNS_FORWARD,
+    RUNS_ON_SHARDS,
+    RUNS_PIECE,
+    Event,
+    may_run_alone,
+)
+from wholestep.live.recording.record import Record
 from wholestep.live.sharded_parameters import ShardedParameters, all_reduced, from_all_ranks
 from wholestep.runtime.buffer_sync import broadcast_over, may_differ
 from wholestep.runtime.distributed.failure_report import named_failures
@@ -46,21 +60,9 @@ from wholestep.runtime.distributed.process_group import carries_host_tensors
 from wholestep.runtime.distributed.world import World
 from wholestep.runtime.wrapped_strategy import WrappedStrategy
 
-ENDS, RUNS_BACKWARD, RUNS_PIECE, PUTS_GRADIENTS, RUNS_FORWARD, RUNS_ON_SHARDS, GATHERS = range(7)
 _LINE_BYTES = 96
 _meetings = itertools.count(1)
 """Those at which pieces are compiled, of all live steps: all ranks hold them in one order, and agree on plans there."""
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """What a rank is about to do."""
-
-    kind: int
-    what: int = 0
-    """A number that is the same on ranks that run the same piece, or gather the same tensor."""
-    made: int = field(default=0, compare=False)
-    """Of a piece: the number of the meeting at which it was compiled on this rank; 0 if it was not yet."""
 
 
 class Peers:
@@ -116,15 +118,15 @@ class Peers:
         """ids of the parameters whose gradients DistributedDataParallel reduces."""
         return frozenset() if self.wrapped is None else self.wrapped.managed
 
-    def run_of(self, piece: Piece, made: int) -> Event:
-        """The run of a piece: the same on ranks whose pieces do the same, to the same parameters and buffers."""
+    def run_of(self, piece: Piece, made: int, records: Iterable[Record]) -> Event:
+        """The run of a piece of these records: the same on ranks whose pieces do the same, to the same state."""
         state, number = self._runs.get(piece.function, (None, 0))
         if state is not self._state:
             known = self._state.index
             names = (self._state.name_of(one) if id(one) in known else "?" for one in piece.state)
             number = zlib.crc32(f"{piece.source}{' '.join(names)}".encode())
             self._runs[piece.function] = self._state, number
-        return Event(RUNS_PIECE, number, made)
+        return Event(RUNS_PIECE, number, made, may_run_alone(records))
 
     def left_alone(self) -> frozenset[int]:
         """ids of the parameters and buffers that stay those of each rank, whatever they are called in a piece."""
@@ -170,10 +172,11 @@ class Peers:
     def meet(self, event: Event) -> bool:
         """Tells the others what this rank is about to do; whether all are about to do the same.
 
-        Where a rank runs a backward or a forward by itself and others a piece, it waits until all run it. Where a rank
+        Where a rank runs a backward or a forward by itself and others a piece, it waits until all run it; and where
+        others run what one rank may run alone, until they have, which is not as a piece then. Where a rank
         wants a whole tensor, all give their parts, and meet again. Raises RankMismatchError where some ranks end their
         call, or run what communicates by itself, and others do not, and again for what is run after that. Of a piece
-        `made` says behind it where all ranks have compiled it, which is here and now if it was not the same meeting on
+        `made` says afterwards where all ranks have compiled it, which is here and now if it was not the same meeting on
         all: one may have forgotten a piece that another one kept.
         """
         if self._parted is not None:
@@ -194,6 +197,10 @@ class Peers:
                     is_same = event.made > 0 and len({one.made for one in events}) == 1
                     self.made = event.made if is_same else next(_meetings)
                 return True
+            if any(one.is_local for one in events):
+                if event.is_local:
+                    return False
+                continue  # until those who compute by themselves are back
             kinds = {one.kind for one in events}
             if ENDS in kinds or not kinds & {RUNS_PIECE, PUTS_GRADIENTS}:
                 self._parted = RankMismatchError(self._mismatch(events, lines))
@@ -355,23 +362,15 @@ class Peers:
 
     def _exchange(self, event: Event) -> tuple[list[Event], list[str]]:
         line = current_line().encode()[-_LINE_BYTES:].ljust(_LINE_BYTES)
-        numbers = [event.kind, event.what, event.made, *line]
+        numbers = [event.kind, event.what, event.made, event.is_local, *line]
         mine = torch.tensor(numbers, dtype=torch.int64, device=self._meets_on)
         with self._failures_named():
             rows = torch.stack(from_all_ranks(mine, self._axes)).tolist()
-        return [Event(*row[:3]) for row in rows], [bytes(row[3:]).decode(errors="replace").strip() for row in rows]
+        return [Event(*row[:4]) for row in rows], [bytes(row[4:]).decode(errors="replace").strip() for row in rows]
 
     def _mismatch(self, events: list[Event], lines: list[str]) -> str:
-        doing = {
-            ENDS: "ends its call",
-            RUNS_BACKWARD: "runs a backward",
-            RUNS_PIECE: "runs recorded calls",
-            PUTS_GRADIENTS: "comes to a backward",
-            RUNS_FORWARD: "runs a forward that gathers parameters",
-            RUNS_ON_SHARDS: "runs an update or another call that all ranks have to make",
-        }
         ranks = "\n".join(
-            f"  rank {rank} {doing[event.kind]}{' at ' + line if line else ''}"
+            f"  rank {rank} {DOES[event.kind]}{' at ' + line if line else ''}"
             for rank, (event, line) in enumerate(zip(events, lines, strict=True))
         )
         return (

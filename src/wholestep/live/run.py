@@ -20,10 +20,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from wholestep.capture.python.user_frame import current_line
-from wholestep.capture.tracing.tensor_swap import swap_contents
 from wholestep.capture.wrappers.fully_shard_hooks import is_fully_sharded
 from wholestep.live.followed_calls import NOT_SURE, CallWithoutTensors, FollowedCalls, Learned
-from wholestep.live.opaque.modules import OpaqueModule, OpenModule
+from wholestep.live.opaque.modules import FunctionCall, OpaqueModule, OpenModule
 from wholestep.live.pieces.observation import hooks_on_gradients, observe, unknown_argument
 from wholestep.live.pieces.pending_calls import Launcher
 from wholestep.live.pieces.shape_inference import resized
@@ -33,7 +32,7 @@ from wholestep.live.recording.metadata import METADATA
 from wholestep.live.recording.modes import current_modes, why_not_recordable
 from wholestep.live.recording.observer import Draws, DrawWatch
 from wholestep.live.recording.path import BACKWARDS, Path
-from wholestep.live.recording.record import CONSTANT, VALUE, Key, OutputMeta, Read, Record, Value, name_of
+from wholestep.live.recording.record import CONSTANT, VALUE, Key, OutputMeta, Read, Record, name_of
 from wholestep.live.recording.structure import flatten, unflatten
 from wholestep.live.sizes.indices import plain_index
 
@@ -57,6 +56,8 @@ class Run(FollowedCalls):
         """Held while something is recorded or runs: another thread may have been given a handle."""
         self._serves_another = False
         """Whether another thread runs what is recorded, and calls modules for that."""
+        self._makers: dict[int, Any] = {}
+        """By id of tensors that calls on data have made, which are kept, their functions."""
 
     def called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a torch function by the step's own Python."""
@@ -76,7 +77,8 @@ class Run(FollowedCalls):
     ) -> Any:
         """A call of a module by the step's own Python: one record, or its Python runs."""
         opaque = None
-        if self._learned.modules.may_be_opaque(module):
+        is_new = module in self.made_modules or self.is_stopped
+        if not is_new and self._learned.modules.may_be_opaque(module):
             with self._lock, recording_paused(), torch._C.DisableTorchFunction():
                 result = self._followed_module(module, args, kwargs)
                 if result is not NOT_SURE:
@@ -132,7 +134,8 @@ class Run(FollowedCalls):
         """What a call of a module is a record of; None if the module is open."""
         leaves: list[Any] = []
         flatten((args, kwargs), leaves)
-        if any(isinstance(leaf, float) for leaf in leaves) or unknown_argument(module, leaves, self.tensors):
+        is_open = any(isinstance(leaf, float) for leaf in leaves) and not isinstance(module, FunctionCall)
+        if is_open or unknown_argument(module, leaves, self.tensors):
             return None
         if why_not_recordable():
             return None
@@ -147,12 +150,15 @@ class Run(FollowedCalls):
         return found
 
     def _called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.is_stopped:
+            return execute(function, args, kwargs)
         leaves: list[Any] = []
         structure = flatten((args, kwargs), leaves)
         if self._has_other_name(leaves):
             return self._on_known_memory(function, args, kwargs, leaves)
         draws = bool(self.records) and function in self._learned.drawing_functions and self._shares_stream(leaves)
-        if not (draws or isinstance(function, OpaqueModule) or self.tensors.is_involved(leaves)):
+        makes = function in self._learned.making_functions and not unknown_argument(function, leaves, self.tensors)
+        if not (draws or makes or isinstance(function, OpaqueModule) or self.tensors.is_involved(leaves)):
             return self._at_once(function, args, kwargs, leaves)
         plain = plain_index(function, args, self._mask_values, self.tensors.note_fresh)
         if plain is not args:
@@ -176,6 +182,8 @@ class Run(FollowedCalls):
             record = self._next_record(key)
             if record is not None and (self._is_changed(function, leaves) or not self._draws.go_on(record.drawn)):
                 self._run_pending(f"{name_of(function)} is called in another state than before")
+            if record is not None and self.leaves_views_out(record):
+                self._flush("a view is held that comes into a graph, too")
             if self.candidates and record is not None and not self._makes_state(record, leaves):
                 return self._recorded(record, args, kwargs, leaves)
             if record is None and self._is_read(key):
@@ -215,10 +223,12 @@ class Run(FollowedCalls):
         try:
             with DrawWatch() if watches else nullcontext():  # type: ignore[no-untyped-call]
                 result = execute(function, args, kwargs)
-        except Draws:  # its numbers come behind those that wait to be drawn, so it is recorded like them
+        except Draws:  # its numbers come after those that wait to be drawn, so it is recorded like them
             self._learned.drawing_functions.add(function)
             return self._called(function, args, kwargs)
         self.tensors.note_result(result, leaves)
+        if isinstance(result, torch.Tensor) and not any(result is leaf for leaf in leaves):
+            self._makers[id(result)] = function
         return result
 
     def _has_other_name(self, leaves: list[Any]) -> bool:
@@ -229,7 +239,7 @@ class Run(FollowedCalls):
         return any(self.tensors.is_other_name(leaf, moment) for leaf in leaves)
 
     def _on_known_memory(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
-        """A call on the memory of gradients or shards that recorded calls know by other names: it runs behind them."""
+        """A call on the memory of gradients or shards that recorded calls know by other names: it runs after them."""
         why = f"{name_of(function)} is given a tensor on the memory of a gradient or a shard"
         if _may_have_graph(leaves):
             return self._unrecorded(function, args, kwargs, why)
@@ -285,7 +295,7 @@ class Run(FollowedCalls):
         return any(self._is_stepped_otherwise(self._watch(one).snapshot()) for one in steps)
 
     def _makes_state(self, record: Record, leaves: list[Any]) -> bool:
-        """Whether this is the step of an optimizer that has to make state, which Python may look at behind it."""
+        """Whether this is the step of an optimizer that has to make state, which Python may look at after it."""
         for leaf in leaves:
             if isinstance(leaf, Optimizer):
                 snapshot = self.snapshots[len(self.records)] = self._watch(leaf).snapshot()
@@ -306,24 +316,13 @@ class Run(FollowedCalls):
                 results.append(None)
             elif meta.alias is not None:
                 results.append(leaves[meta.alias])
-            elif meta.becomes is not None:
-                results.append(self._joined(leaves[meta.becomes], meta, (number, output)))
+            elif (was := record.before(output)) is not None:
+                joined = self.tensors.if_alive(was)  # of what an argument is a view of nobody may hold
+                results.append(None if joined is None else self._joined(joined, meta, (number, output)))
             else:
-                results.append(self.tensors.note_value(self._made(meta), (number, output)))
+                results.append(self._handle_of((number, output), meta))
         self._run_what_others_see(record)
         return unflatten(record.output_structure, results)
-
-    def _joined(self, tensor: torch.Tensor, meta: OutputMeta, value: Value) -> torch.Tensor:
-        """An argument in place that the call puts into a graph: the same object, as another value."""
-        was, other = self.tensors.value_of(tensor), self._made(meta)
-        assert was is not None
-        is_pending = type(tensor) is Handle
-        swap_contents(tensor, other)
-        if not is_pending:  # `other` is now what the piece is given
-            tensor.__class__, other.__class__ = Handle, torch.Tensor
-            vars(tensor)["run"] = vars(other).pop("run")
-            self._given.append(self.tensors.note_value(other, was))
-        return self.tensors.note_value(tensor, value)
 
     def _is_read(self, key: Key) -> bool:
         """Whether a call asks for a value: here in an earlier run, or anywhere if it gives no tensors."""
@@ -355,7 +354,7 @@ class Run(FollowedCalls):
         """Executes a call and notes what it was: a record, or a read, which gives None and its result."""
         self.executed += 1
         line, tensors = current_line(), self.tensors
-        seen = observe(key.function, args, kwargs, leaves, tensors)
+        seen = observe(key.function, args, kwargs, leaves, (tensors, self.records))
         module = key.function.module if isinstance(key.function, OpaqueModule) else None
         if seen.state is not None:
             tensors.note_state(seen.state)
@@ -370,7 +369,9 @@ class Run(FollowedCalls):
                 self.make_no_path(f"{name_of(key.function)} gives what no record can, and gradients go through it")
             tensors.note_result(seen.result, leaves)
             return None, seen.result
-        if seen.changes_kind or self.joins_others(seen.joined, seen.writes_to):
+        joined = [*seen.joined, *seen.brought]
+        self._learned.making_functions.update(self._makers[id(one)] for one in joined if id(one) in self._makers)
+        if seen.changes_kind or not all(map(tensors.value_of, joined)):
             self.make_no_path(f"{name_of(key.function)} changes the kind of its argument")
         if any(map(tensors.is_shared, seen.written)):
             self.make_no_path(f"{name_of(key.function)} writes to the memory of an array")

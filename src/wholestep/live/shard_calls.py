@@ -36,8 +36,9 @@ from wholestep.capture.wrappers.fully_shard_settings import kept_gathered
 from wholestep.ir.dtensor.shards import cut, is_dtensor, is_sharded, own_part
 from wholestep.live.opaque.functions import acts_on_parameters, clear_grads, redirected
 from wholestep.live.opaque.modules import OpaqueModule, OpenModule
-from wholestep.live.peers import RUNS_ON_SHARDS, Event, Peers
-from wholestep.live.recording.handle import CURRENT, RUNS, RecordingMode, with_torch_functions
+from wholestep.live.peers import Peers
+from wholestep.live.recording.events import RUNS_ON_SHARDS, Event
+from wholestep.live.recording.handle import CURRENT, RUNS, Recorder, RecordingMode, with_torch_functions
 from wholestep.live.recording.metadata import METADATA
 from wholestep.live.recording.observer import Draws, DrawWatch
 from wholestep.live.recording.path import BACKWARDS
@@ -46,7 +47,7 @@ from wholestep.live.sharded_parameters import ShardedParameters, is_same_memory
 from wholestep.runtime.sharding.replace_references import cut_state
 
 _OPTIONS = ("retain_graph", "create_graph", "only_inputs", "allow_unused", "is_grads_batched", "materialize_grads")
-"""Parameters of ``torch.autograd.grad`` behind the third."""
+"""Parameters of ``torch.autograd.grad`` after the third."""
 _TENSOR: Any = torch.Tensor
 _SET_DATA = _TENSOR.data.__set__
 _OF_THE_OBJECT = (torch.Tensor.detach, torch.detach, torch.Tensor.__deepcopy__)
@@ -128,7 +129,7 @@ class _Whole:
             local.copy_(part)
 
 
-class ShardCalls:
+class ShardCalls(Recorder):
     """The calls of one call of a live step whose parameters are shards."""
 
     def __init__(self, peers: Peers) -> None:
@@ -214,7 +215,7 @@ class ShardCalls:
         self.write_back()
         for opt in (one for one in args if isinstance(one, Optimizer)):
             _cut_state(opt)
-        if function not in (*BACKWARDS, clear_grads):  # ranks meet in front of those anyway, or need not
+        if function not in (*BACKWARDS, clear_grads):  # ranks meet before those anyway, or need not
             self._peers.meet(Event(RUNS_ON_SHARDS))
         result = with_torch_functions(function, args, kwargs)
         self._refresh()

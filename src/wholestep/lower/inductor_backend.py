@@ -65,6 +65,8 @@ class InductorBackend(Backend):
         self._pool = graph_pool.Pool(device)
         self._why_no_graph: WeakKeyDictionary[Step, str] = WeakKeyDictionary()
         """Why nothing of a lowered program is a CUDA graph."""
+        self._one_by_one: WeakKeyDictionary[Step, str] = WeakKeyDictionary()
+        """Which segments of a lowered program are not compiled, and why; where there are any."""
         self._refused: dict[Any, str] = {}
         """Targets of calls that no graph can hold, as was found out in a capture, with what was said."""
 
@@ -131,13 +133,14 @@ class InductorBackend(Backend):
         return step
 
     def execution_mode(self, step: Step) -> ExecutionMode:
+        rest = self._one_by_one.get(step, "")
         if not isinstance(step, (graph_runner.GraphRunner, sized_graphs.SizedGraphs)):
             reason = self._why_no_graph.get(step, "there is no GPU")
         elif step.why_none:
             reason = step.why_none
         else:
-            return ExecutionMode(f"inductor, {step.description}", is_one_launch=True)
-        return ExecutionMode(f"inductor, no CUDA graph: {reason}")
+            return ExecutionMode(f"inductor, {step.description}{rest}", is_one_launch=True)
+        return ExecutionMode(f"inductor, no CUDA graph: {reason}{rest}")
 
     def _groups_that_copy(self, program: Program) -> dict[str, int]:
         """The groups of a program whose large reductions go by copies, with their sizes."""
@@ -150,6 +153,12 @@ class InductorBackend(Backend):
 
     def _lowered(self, program: Program, wait: Wait | None) -> Step:
         self._compiler.compile_all(program)
+        step = self._step(program, wait)
+        if reasons := self._compiler.why_one_by_one(program):
+            self._one_by_one[step] = "".join(f"; {name} runs one by one: {why}" for name, why in reasons.items())
+        return step
+
+    def _step(self, program: Program, wait: Wait | None) -> Step:
         moves = bool(sized_graphs.moving_inputs(program))
         # Algorithms of products are measured for one size each, and every batch may have another one.
         lower = partial(

@@ -25,7 +25,7 @@ else:
     segment_compiler = lazy_import("wholestep.lower.inductor.segment_compiler")
 
 _BY_INDUCTOR, _MULTI_TENSOR = b"I", b"L"
-"""Marks in front of what was compiled of a segment: by whom."""
+"""Marks before what was compiled of a segment: by whom."""
 
 
 class ProgramCompiler:
@@ -57,6 +57,11 @@ class ProgramCompiler:
         report_stage("waiting for kernels")
         self.inductor.finish()
 
+    def why_one_by_one(self, program: Program) -> dict[str, str]:
+        """By name of the segments that are not compiled, why."""
+        found = {one.name: self.inductor.why_none(one) for one in segments_of(program)}
+        return {name: why for name, why in found.items() if why}
+
     def compile(self, segment: Segment) -> Compiled:
         """A function that does what a segment does: takes a list, which it empties, and returns a list."""
         return self.multi_tensor.compile(segment) or self.inductor.compile(segment)
@@ -71,7 +76,7 @@ class ProgramCompiler:
         return (self.inductor.dump_shared(), *(dumped(first.setdefault(one.likeness, one)) for one in segments))
 
     def _dumped(self, segment: Segment) -> bytes | None:
-        """The compiled code of a segment, with a mark in front that says by whom."""
+        """The compiled code of a segment, with a mark before it that says by whom."""
         if (data := self.multi_tensor.dumps(segment)) is not None:
             return _MULTI_TENSOR + data
         data = self.inductor.dumps(segment)

@@ -111,7 +111,7 @@ def passes_of(
         # After dead code elimination, which makes equal arguments the same node. Before bucketing, so that no gradient
         # is reduced in two buckets.
         eliminate_common_subexpressions,
-        # Before anything is compressed, split or scheduled by bucket; while readers of gradients can move behind them.
+        # Before anything is compressed, split or scheduled by bucket; while readers of gradients can move after them.
         partial(
             bucket_gradients, cost=cost, bucket_bytes=bucket_bytes, choose=choose, choose_wire_format=wire_format,
             aligned=compress is None,

@@ -62,7 +62,7 @@ def gather(out: Emitter, shard: fx.Node, spec: ShardSpec, axis: MeshAxis, bucket
     start = out.emit(op_info.c10d.all_gather_into_tensor.default, shard, spec.num_ranks, axis.group, like=shard)
     node_meta.set_bucket(start, bucket)
     whole = out.emit(op_info.WAIT, start, like=shard)
-    if spec.dim:  # parts lie one behind another along the first dim
+    if spec.dim:  # parts lie one after another along the first dim
         apart = out.emit(_aten.view.default, whole, [spec.num_ranks, *spec.shard_shape], like=shard)
         order = [*range(1, spec.dim + 1), 0, *range(spec.dim + 1, len(spec.shard_shape) + 1)]
         beside = out.emit(_aten.permute.default, apart, order, like=shard)
@@ -73,7 +73,7 @@ def gather(out: Emitter, shard: fx.Node, spec: ShardSpec, axis: MeshAxis, bucket
 
 
 def gathered_rows(out: Emitter, rows: fx.Node, axis: MeshAxis) -> fx.Node:
-    """The rows of all ranks, one rank's behind another's. Every rank has as many."""
+    """The rows of all ranks, one rank's after another's. Every rank has as many."""
     sent = out.emit(_aten.clone.default, rows, like=rows, memory_format=torch.contiguous_format)
     start = out.emit(op_info.c10d.all_gather_into_tensor.default, sent, axis.size, axis.group, like=rows)
     return out.emit(op_info.WAIT, start, like=rows)
@@ -104,7 +104,7 @@ def own_shard(out: Emitter, whole: fx.Node, spec: ShardSpec, rank: fx.Node) -> f
 
 
 def padded(out: Emitter, whole: fx.Node, spec: ShardSpec) -> fx.Node:
-    """The whole tensor with zeros behind it along the dim that is cut, so that all parts have one length."""
+    """The whole tensor with zeros at the end of the dim that is cut, so that all parts have one length."""
     if not spec.padding:
         return whole
     later = len(spec.whole_shape) - spec.dim - 1
@@ -112,7 +112,7 @@ def padded(out: Emitter, whole: fx.Node, spec: ShardSpec) -> fx.Node:
 
 
 def _split(out: Emitter, message: fx.Node, spec: ShardSpec) -> fx.Node:
-    """With a dim more, that of the ranks, in front of the one that is cut."""
+    """With a dim more, that of the ranks, before the one that is cut."""
     shape = [*spec.whole_shape[: spec.dim], spec.num_ranks, *spec.shard_shape[spec.dim :]]
     target = _aten.view.default if node_meta.tensor(message).is_contiguous() else _aten.reshape.default
     return out.emit(target, message, shape, like=message)

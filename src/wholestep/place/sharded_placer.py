@@ -136,7 +136,7 @@ class ShardedPlacer(Placer):
         return self._own[value, spec]
 
     def rank(self) -> fx.Node:
-        """The number of this process on the axis that state is cut over: an input more, behind all others."""
+        """The number of this process on the axis that state is cut over: an input more, after all others."""
         assert self._rank is not None
         return self._rank
 

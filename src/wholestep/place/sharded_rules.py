@@ -1,6 +1,6 @@
 """Which operators run on parts of tensors, and how. Each rule gives None where its operator has to see whole tensors.
 
-Padding stays what it is: behind operators that go by number it may hold anything, and no rule lets it reach a value.
+Padding stays what it is: after operators that go by number it may hold anything, and no rule lets it reach a value.
 """
 
 from __future__ import annotations

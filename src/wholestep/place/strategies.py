@@ -125,7 +125,7 @@ class DataParallel:
 class ShardedDataParallel(DataParallel):
     """Data parallel with state in parts: gradients are reduced to the part that the optimizer of a rank needs.
 
-    Over a second axis, on which parts are equal, they are summed behind that.
+    Over a second axis, on which parts are equal, they are summed after that.
     """
 
     def reduce_gradient(self, placer: Placer, grad: Any, name: str) -> fx.Node:

@@ -51,13 +51,13 @@ class _Seeds:
         self._next: list[int] = []
 
     def peek(self, number: int) -> int:
-        """The seed that is `number` places behind the last one used."""
+        """The seed that is `number` places after the last one used."""
         while len(self._next) <= number:
             self._next.append(int(self._generator.randint(_LARGEST_SEED)))
         return self._next[number]
 
     def use(self, count: int) -> None:
-        """Goes on behind the next `count` seeds."""
+        """Goes on after the next `count` seeds."""
         for number in range(count):
             self.peek(number)
         del self._next[:count]
@@ -133,7 +133,7 @@ class CompressionState:
 
     @contextmanager
     def call(self, held: CompressionBuffers) -> Iterator[None]:
-        """Around a call. One behind a call that failed starts from the same numbers."""
+        """Around a call. One after a call that failed starts from the same numbers."""
         for number, tensors in enumerate(held.redrawn):
             _draw(tensors, self._seeds.peek(number))
         yield

@@ -45,7 +45,7 @@ class Executable:
         """Times that `measure` has taken; None until it has timed enough calls."""
 
     def measure(self, num_calls: int, lower: Callable[[Wait], Runner]) -> None:
-        """Times the next calls, behind one that is not; see `StepTimer`."""
+        """Times the next calls, after one that is not; see `StepTimer`."""
         self._timer = StepTimer(num_calls, self._world.device, lower)
 
     @property

@@ -76,7 +76,7 @@ def compile(
 
     Args:
         module_override: other code for modules that cannot be captured; see `Override`.
-        gm_transformation: rewrites the placed graph, once per captured graph, behind the overrides. The default
+        gm_transformation: rewrites the placed graph, once per captured graph, after the overrides. The default
             passes do not run by themselves: ``GraphModuleTransformation(n, enable_graph_optimization=True)`` runs them.
         parallel_mode: ``DataParallel("replicate")``, which is the default.
 

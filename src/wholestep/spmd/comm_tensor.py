@@ -73,7 +73,7 @@ class _SharedTensor:
         self.pending: _PendingWork | None = None
 
     def read(self) -> torch.Tensor:
-        """The tensor, behind the collective that writes to it."""
+        """The tensor, after the collective that writes to it."""
         if self.pending is not None:
             self.pending.wait_once()
         return self.latest

@@ -17,7 +17,7 @@ class DataParallel:
         parallel_style: ``"replicate"``. ``"fully_shard"`` is known, and refused until parameters can be sharded.
         input_batch_dim: the dimension of the arguments that counts samples. Each rank passes its own batch, so
             nothing is split here and any dimension is right.
-        custom_passes: rewrites the placed graph, behind the overrides and before ``gm_transformation``.
+        custom_passes: rewrites the placed graph, after the overrides and before ``gm_transformation``.
 
     Raises:
         ConfigError: for another style.

@@ -1,7 +1,7 @@
 """Background threads for which a program that ends waits a little.
 
 A thread that comes back from C++ when the interpreter is gone aborts the process: a program that ended with an error
-in the meantime would leave a core dump behind its traceback, and another exit status. A thread that stays in C++ (NCCL
+in the meantime would leave a core dump after its traceback, and another exit status. A thread that stays in C++ (NCCL
 waits for a rank that has died) does no harm.
 """
 

@@ -18,7 +18,7 @@ _shown: list[tuple[str, Spinner]] = []
 
 @contextmanager
 def progress_shown(what: str, rank: int, console: Console | None = None) -> Iterator[None]:
-    """Shows the stages told inside, behind the name `what`, on `console` (standard error if None)."""
+    """Shows the stages told inside, after the name `what`, on `console` (standard error if None)."""
     console = console or Console(stderr=True)
     if rank != 0 or not console.is_terminal or _shown:
         yield

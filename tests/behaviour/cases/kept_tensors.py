@@ -53,7 +53,7 @@ class WithSlots:
 def leaving(
     run: Run, step: Callable[..., Any], seen: Callable[[], Any], module: nn.Module, opt: Any, **more: Any
 ) -> Job:
-    """A job that records what `seen` gives behind every call, and what it gave behind all calls before."""
+    """A job that records what `seen` gives after every call, and what it gave after all calls before."""
     compiled, kept = run.compile(step), list[Any]()
 
     def call(x: Tensor, y: Tensor) -> Any:
@@ -67,7 +67,7 @@ def leaving(
 
 @case()
 def leaves_attributes(run: Run) -> Job:
-    """None at first, and then a new tensor behind every call."""
+    """None at first, and then a new tensor after every call."""
     module = mlp()
     trainer = Trainer(run.model(module), sgd(module))
     return leaving(run, trainer.step, lambda: (trainer.last, trainer.logits["now"]), module, trainer.opt)

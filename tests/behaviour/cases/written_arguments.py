@@ -35,7 +35,7 @@ class WithSlots:
 def given(
     run: Run, make: Callable[[Tensor, Tensor], Any], step: Callable[[Callable[[Tensor, Tensor], Tensor], Any], Any]
 ) -> Job:
-    """A job whose step is given what `make` makes of a batch, and records what that holds behind every call.
+    """A job whose step is given what `make` makes of a batch, and records what that holds after every call.
 
     ``step(update, batch)`` is the step; ``update(x, y)`` trains and gives the loss.
     """

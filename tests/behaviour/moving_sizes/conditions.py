@@ -21,6 +21,6 @@ def conditions(step: ws.CompiledStep) -> list[str]:
 
 
 def asked_behind_capture(step: ws.CompiledStep) -> list[str]:
-    """Those that a stage behind the capture has asked, with its file and line."""
+    """Those that a stage after the capture has asked, with its file and line."""
     asked = [(str(guard.expr), str(guard.sloc)) for one in _all(step) for guard in one._env.guards]
     return [f"{text} {where}" for text, where in asked if any(f"/{room}/" in where for room in ("place", "passes"))]

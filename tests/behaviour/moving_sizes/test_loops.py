@@ -44,7 +44,7 @@ def of_pair(name: str, eager: Any, compiled: Compiled, *, rounds: bool = False) 
     if case.traces and compiled.traces not in case.traces:
         reasons = [reason for step in compiled.steps for reason in step.cache_info().reasons]
         found.append(f"traced {compiled.traces} times: {reasons}")
-    found += [f"asked behind capture: {text}" for step in compiled.steps for text in asked_behind_capture(step)]
+    found += [f"asked after capture: {text}" for step in compiled.steps for text in asked_behind_capture(step)]
     return found
 
 

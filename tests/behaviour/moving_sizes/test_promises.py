@@ -41,7 +41,7 @@ def promises(model: nn.Module, x: Tensor, keep: Tensor, y: Tensor) -> Tensor:
 
 def trained(loss_of: Callable[..., Tensor], calls: list[int], compiled: Callable[[Any], Any] | None) -> list[Any]:
     """The losses of calls whose masks select so many rows, an error in the place of those that raised one, and the
-    parameters behind each."""
+    parameters after each."""
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -47,7 +47,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a small perceptron, each behind a norm."""
+    """Attention and a small perceptron, each after a norm."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

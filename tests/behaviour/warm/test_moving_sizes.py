@@ -58,7 +58,7 @@ def train_long_otherwise_by_a_number(model: Any, opt: Any, x: Tensor) -> Tensor:
 
 
 def losses(step: Callable[..., Tensor], lengths: Sequence[int] = LENGTHS) -> list[Any]:
-    """Of some calls, and the state behind them."""
+    """Of some calls, and the state after them."""
     context, batches = things(), torch.Generator().manual_seed(1)
     torch.manual_seed(2)
     found: list[Any] = []
@@ -97,7 +97,7 @@ def test_a_saved_trace_is_for_the_sizes_of_its_conditions_alone() -> None:
 
 
 def test_a_file_that_does_not_fit_leaves_nothing_to_the_next_one() -> None:
-    """Both read a number that moves: it is an input of the trace that is loaded behind the other one was tried."""
+    """Both read a number that moves: it is an input of the trace that is loaded after the other one was tried."""
     losses(ws.compile(train_long_otherwise_by_a_number, backend="eager", dynamic=True), (5, 6, 9, 10, 4))
     for lengths in ((20, 3, 8, 7, 6), (6, 5, 20, 9), (5, 20, 6, 9, 10)):
         second = ws.compile(train_long_otherwise_by_a_number, backend="eager", dynamic=True)

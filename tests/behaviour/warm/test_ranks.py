@@ -175,7 +175,7 @@ def order_of_two_starts(folder: str) -> list[list[str]]:
 
 
 def test_what_was_loaded_is_lowered_before_the_ranks_meet(pool2: Any, tmp_path: Path) -> None:
-    """On all of them, as each has its kernels. Else the others look behind the meeting for what rank 0 has compiled.
+    """On all of them, as each has its kernels. Else the others look after the meeting for what rank 0 has compiled.
 
     GPUs connect meanwhile, and have done so before anything is sent.
     """

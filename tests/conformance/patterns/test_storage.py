@@ -96,7 +96,7 @@ FREED = [
 def test_storage_freed_in_a_step_is_gone_while_it_goes_on(kind: type[FreedArgument], device: str) -> None:
     check(lambda: kind(device))
     # Eager and compiled: it was gone while the step went on, which a call that may fail does not hold up. Where
-    # Inductor makes one kernel of what reads it and of what reads the result of that call, it goes behind that.
+    # Inductor makes one kernel of what reads it and of what reads the result of that call, it goes after that.
     compiled = 40 if device == "cuda" and kind is FreedBesideACallThatMayFail else 0
     assert _sizes == [0] * CALLS + [compiled] * CALLS
 

@@ -92,7 +92,7 @@ def layers_within(name: str) -> tuple[list[tuple[str, ...]], list[int], list[int
 @row("graph_split_ctx_manager")
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_a_context_of_the_model_holds_and_leaves_the_buckets(ranks2: Pool, name: str) -> None:
-    """No gradients under no_grad, so no buckets. Autocast gives the bias behind its weight: the last one is alone.
+    """No gradients under no_grad, so no buckets. Autocast gives the bias after its weight: the last one is alone.
 
     On GPUs gradients of products travel in half precision there. Those of biases, which are sums, do not: they share a
     bucket of their own.

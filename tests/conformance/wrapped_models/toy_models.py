@@ -57,7 +57,7 @@ class OwnBetweenOthers(nn.Module):
 
 
 class Doubled(nn.Module):
-    """The batch twice, one behind the other, and two products."""
+    """The batch twice, one after the other, and two products."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Kernels that are launched before the one in front of them has ended: they wait for what it writes."""
+"""Kernels that are launched before the previous one has ended: they wait for what it writes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ACCESS = re.compile(r"tl\.(load|store|atomic_\w+)\(")
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """60 short kernels, each of which reads most of what the one in front of it has written. All values are small
+    """60 short kernels, each of which reads most of what the one before it has written. All values are small
     whole numbers, so that eager code gives the very same."""
     for turn in range(20):
         x = (x + x.flip(0).cumsum(0) + turn) % 251

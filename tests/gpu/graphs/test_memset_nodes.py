@@ -42,7 +42,7 @@ def test_a_kernel_writes_the_same_bytes(name: str) -> None:
     target = torch.full((NUM_BYTES + 5,), 7, dtype=torch.uint8, device="cuda")
 
     def body() -> None:
-        target.add_(1)  # so that there is something in front of it and behind
+        target.add_(1)  # so that there is something before it and after
         FILLS[name](driver, target.data_ptr(), torch.cuda.current_stream().cuda_stream)
         target.bitwise_xor_(1)
 

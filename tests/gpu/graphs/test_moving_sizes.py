@@ -106,7 +106,7 @@ CASES: dict[str, Case] = {
 def trained(
     case: Case, kind: str, rank: int = 0, calls: int = CALLS, **options: Any
 ) -> tuple[list[Tensor], list[Tensor], Any]:
-    """Losses, parameters and the step, behind some calls in one way of ``eager``, ``ddp`` or ``compiled``."""
+    """Losses, parameters and the step, after some calls in one way of ``eager``, ``ddp`` or ``compiled``."""
     make, loss_of, draw = case
     torch.manual_seed(0)
     model = make().to(DEVICE).double()

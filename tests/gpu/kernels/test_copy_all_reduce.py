@@ -92,7 +92,7 @@ NUMBERS = (1_000_003, 45_000_001, 2_097_152, 3_000_017, 130_000_011, 12_000_007)
 
 
 def _replays() -> None:
-    """Messages behind each other, in a graph that is replayed with other numbers, beside products; one between."""
+    """Messages one after the other, in a graph that is replayed with other numbers, beside products; one between."""
     world = ws.init()
     torch.cuda.set_device(world.device)
     group = dist.group.WORLD

@@ -88,7 +88,7 @@ def test_every_algorithm_that_is_tried_is_right(monkeypatch: pytest.MonkeyPatch)
 def test_a_slice_of_a_bucket_is_written_and_nothing_beside_it() -> None:
     a, b = drawn(96, 512, torch.bfloat16, transposed=True), drawn(512, 72, torch.bfloat16, transposed=False)
     bucket = torch.full((3 + 96 * 72 + 5,), math.nan, device="cuda")
-    out = bucket[3:-5].view(96, 72)  # 12 bytes behind what an allocation begins with
+    out = bucket[3:-5].view(96, 72)  # 12 bytes after the start of an allocation
     matmul_autotune.mm_dtype_out(a, b, torch.float32, out=out)
     assert near(out, a.double() @ b.double(), 512)
     assert bucket[:3].isnan().all()

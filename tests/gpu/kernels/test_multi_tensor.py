@@ -156,7 +156,7 @@ def test_loops_of_torchs_optimizers(kind: str) -> None:
         opt = LOOPS[kind](model.parameters())
         losses = [call(model, opt, *batch(number, 0)) for number in range(STEPS)]
         found.append([torch.stack(losses), *(value.detach().clone() for value in model.state_dict().values())])
-        # The gradient of a bias in front of a batch norm is rounding alone, of terms below 1, divided by its own size
+        # The gradient of a bias before a batch norm is rounding alone, of terms below 1, divided by its own size
         # plus eps.
         noise = 2.0**-53 / opt.defaults.get("eps", 1.0) * opt.defaults["lr"] * STEPS
         tolerance = COUNTED_ON_DEVICE if opt.defaults.get("capturable") else max(TOLERANCE, noise)

@@ -142,13 +142,13 @@ class WarmUp(Classifier):
 
 
 class Seen(lightning.Callback):
-    """What hooks of the loop see behind each batch."""
+    """What hooks of the loop see after each batch."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[Any, ...]] = []
         self.step: Any = None
         self.traces: list[int] = []
-        """Of the compiled step, behind each batch."""
+        """Of the compiled step, after each batch."""
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
@@ -214,7 +214,7 @@ def fitted(kind: type, settings: dict[str, Any], *, compiled: bool, **options: A
 
 
 def both(kind: type, settings: dict[str, Any], options: dict[str, Any]) -> tuple[Any, list[int]]:
-    """Trains with and without, and compares everything. Gives the compiled step, and its traces behind each batch."""
+    """Trains with and without, and compares everything. Gives the compiled step, and its traces after each batch."""
     wanted, _ = fitted(kind, settings, compiled=False)
     found, step = fitted(kind, settings, compiled=True, **options)
     assert len(found.rows) >= NUM_EPOCHS * NUM_BATCHES
@@ -316,7 +316,7 @@ def test_a_training_goes_on_from_a_checkpoint_of_the_plain_trainer(tmp_path: Pat
 
 
 def test_what_is_logged_is_what_the_step_had_then() -> None:
-    """A weight, which the update behind it writes to."""
+    """A weight, which the update after it writes to."""
     found, _ = fitted(WithHooks, {}, compiled=True, fullgraph=True)
     logged = [row[1]["weight_step"] for row in found.rows]
     assert len(set(logged)) == len(logged)

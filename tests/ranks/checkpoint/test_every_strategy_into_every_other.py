@@ -65,7 +65,7 @@ def test_between_calls(checkpoints: Any, request: pytest.FixtureRequest, name: s
 
 
 def at_first(name: str, source: Path) -> tuple[Whole, Whole, Whole, int]:
-    """What a checkpoint leaves in a training that has not run; and the values behind a call, and behind another one
+    """What a checkpoint leaves in a training that has not run; and the values after a call, and after another one
     from the same checkpoint."""
     one = training(SETUPS[name], seed=99)
     one.load(source)

@@ -32,7 +32,7 @@ def scramble() -> None:
 
 
 def went_on(one: Training, calls: int = 3) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and values behind calls that also draw from Python's and numpy's generators."""
+    """Losses and values after calls that also draw from Python's and numpy's generators."""
     losses = [float(loss) for loss in one.run(calls, first=4)]
     return [*losses, random.random(), float(np.random.normal())], values(one)
 
@@ -64,7 +64,7 @@ def test_equals_training_that_was_not_interrupted(request: pytest.FixtureRequest
 
 
 def equal_on_all_ranks(names: list[str]) -> list[str]:
-    """Without buffers: each rank has its own behind a step, and all start the next one from rank 0's."""
+    """Without buffers: each rank has its own after a step, and all start the next one from rank 0's."""
     return [name for name in names if "running" not in name]
 
 
@@ -116,7 +116,7 @@ def test_new_state_is_cut_while_it_is_read(pool2: Any, tmp_path: Path) -> None:
 
 
 def sharded_first(path: Path) -> tuple[set[str], set[str], list[str]]:
-    """Types of parameters and state of a model that was sharded before the load, and what differs behind a call."""
+    """Types of parameters and state of a model that was sharded before the load, and what differs after a call."""
     one = training(FSDP)
     one.run(1)
     one.save(path)
@@ -141,7 +141,7 @@ def saved_compressed(path: Path) -> None:
 
 
 def compressed_on_others(path: Path) -> tuple[list[Any], int, bool]:
-    """The memory of PowerSGD behind a load on another number of ranks, calls, and whether it goes on."""
+    """The memory of PowerSGD after a load on another number of ranks, calls, and whether it goes on."""
     one = training(Setup(POWERSGD.strategy, 4))
     one.run(3)
     one.load(path)

@@ -41,7 +41,7 @@ def test_two_ranks_measure_their_links_and_use_the_same_numbers(ranks2: Pool) ->
     for op in OPS:
         ((ranks, points),) = links["tables"][op].items()
         assert ranks == "2"
-        # So few bytes say little of the rate, so the defaults may go on behind them.
+        # So few bytes say little of the rate, so the defaults may go on after them.
         assert [num_bytes for num_bytes, _ in points[:2]] == list(TINY.messages_bytes)
         assert 0 < points[0][1] <= points[1][1]
     assert links == other["links"]  # the slowest rank's, on all

@@ -42,7 +42,7 @@ def run_session(path: str, lane_s: float) -> None:
         patch.setattr(rank_session, "time", clock)
         patch.setattr(rank_session, "prepare", clock.late(lane_s))
         for name in (*rank_session.ENVIRONMENT, "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-            patch.setenv(name, "")  # what the session sets is gone behind this block
+            patch.setenv(name, "")  # what the session sets is gone after this block
         patch.setattr(rank_session, "BLOCK_STEPS", 2)
         patch.setattr(rank_session, "LOSS_STEPS", 3)
         patch.setattr(rank_session._Session, "_set_up_compiler", lambda self: None)
@@ -61,7 +61,7 @@ class Clock:
         return time.time() + self._ahead_s
 
     def late(self, seconds: float) -> Callable[..., Contender]:
-        """`prepare`, behind which it is later."""
+        """`prepare`, after which it is later."""
 
         def slowly(kind: Kind, training: Training, here: ws.World) -> Contender:
             self._ahead_s += seconds

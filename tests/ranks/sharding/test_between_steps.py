@@ -53,7 +53,7 @@ def train_step(model: Any, opt: Optimizer, x: Tensor, y: Tensor, fails: bool) ->
 
 
 def trained(name: str, path: str) -> tuple[list[Tensor], Program | None]:
-    """Losses and, behind them, parameters; the program of a compiled step. Without a name: eager DDP."""
+    """Losses and, after them, parameters; the program of a compiled step. Without a name: eager DDP."""
     torch.manual_seed(0)
     model = build(SIZE, torch.device("cpu"))
     opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -143,6 +143,6 @@ def difference_of_penalties(updates_between: bool) -> float:
 @pytest.mark.parametrize("may_go_live", [True])
 @pytest.mark.parametrize("updates_between", [False, True])
 def test_a_backward_goes_through_the_graph_of_another(pool2: Any, updates_between: bool, may_go_live: bool) -> None:
-    """Torch drops gathered parameters behind the first one, and the second goes through them. Behind an update they
+    """Torch drops gathered parameters after the first one, and the second goes through them. After an update they
     are gathered anew."""
     assert max(pool2.run(difference_of_penalties, updates_between)) < 1e-5

@@ -131,7 +131,7 @@ def updates_one_by_one(t: Training, x: Tensor, y: Tensor) -> None:
     assert isinstance(t, OneByOne)
     t.loss(x, y).backward()
     for param in t.net.parameters():
-        if not t.in_backward or param.dim() == 0:  # one without dims is whole, and reduced behind the backward
+        if not t.in_backward or param.dim() == 0:  # one without dims is whole, and reduced after the backward
             t.update_one(param)
     t.notes += [norm for _, norm in sorted(t.seen.items())]
 
@@ -147,7 +147,7 @@ def updates_in_the_backward() -> list[str]:
 
 
 def test_a_hook_behind_the_accumulation_sees_whole_reduced_gradients(pool2: Any) -> None:
-    """Torch's DistributedDataParallel would update before it reduces: there the loop stands behind the backward."""
+    """Torch's DistributedDataParallel would update before it reduces: there the loop stands after the backward."""
     assert pool2.run(updates_in_the_backward) == [[], []]
 
 

@@ -77,7 +77,7 @@ def notes_and_updates(t: Training, x: Tensor, y: Tensor) -> None:
 
 
 def keeps_gradients(t: Training, x: Tensor, y: Tensor) -> None:
-    """They stay behind the step, as shards."""
+    """They stay after the step, as shards."""
     t.opt.zero_grad()
     loss = t.loss(x, y)
     loss.backward()
@@ -239,7 +239,7 @@ def with_a_forward_that_counts() -> tuple[Outcome, int]:
 
 
 def test_a_sharded_module_whose_python_runs_is_executed_whole(pool2: Any) -> None:
-    """What its hooks gather is gone behind it, so a later piece could not read it."""
+    """What its hooks gather is gone after it, so a later piece could not read it."""
     for found, calls in pool2.run(with_a_forward_that_counts):
         assert (found.faults, calls) == ([], CALLS)
         assert "gathers its parameters for its own time" in " ".join(found.reasons)
@@ -309,7 +309,7 @@ def evaluates_between_calls() -> Outcome:
 
 
 def test_parameters_that_an_evaluation_has_gathered_are_not_stale(pool2: Any) -> None:
-    """Torch leaves those of the outermost module gathered behind a forward without a backward."""
+    """Torch leaves those of the outermost module gathered after a forward without a backward."""
     for found in pool2.run(evaluates_between_calls):
         assert found.faults == []
         assert found.launches == 1

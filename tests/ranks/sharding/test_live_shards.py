@@ -352,7 +352,7 @@ def test_who_has_sharded_a_module_sees_what_torch_gives(pool2: Any) -> None:
 
 
 def recovers() -> list[str]:
-    """A forward that raises an error, in a trace and in a live call, and the calls behind it; what differs from DDP."""
+    """A forward that raises an error, in a trace and in a live call, and the calls after it; what differs from DDP."""
     ours, theirs = training(), training()
     theirs.model = DistributedDataParallel(theirs.net)
     caught: list[int] = []

@@ -168,7 +168,7 @@ def test_eager_steps_evaluation_and_checkpoints_between_calls(pool2: Any, size: 
 
 
 def references() -> tuple[bool, bool, str]:
-    """What holds parameters besides the model, behind the first call."""
+    """What holds parameters besides the model, after the first call."""
     model, opt = training(EVEN)
     listed = list(model.parameters())
     kept = (listed[0],)  # no one can put something else into a tuple

@@ -141,6 +141,6 @@ def skipping(model: Any, opt: Any, x: Tensor, y: Tensor) -> None:
 
 
 def test_ranks_that_part_are_an_error_on_both(pool2: Any) -> None:
-    """In front of the backward. The forward of the one that goes on gathers with nobody, so it must not be reached."""
+    """Before the backward. The forward of the one that goes on gathers with nobody, so it must not be reached."""
     for text in pool2.run(one_rank_skips):
         assert "do not run the same" in text

@@ -153,7 +153,7 @@ def test_what_was_not_set_is_named() -> None:
 def test_wrong_arguments() -> None:
     with pytest.raises(ws.ConfigError, match="wants a module, got AdamW"):
         ws.shard(torch.optim.AdamW([torch.zeros(1)]))  # type: ignore[arg-type]
-    with pytest.raises(ws.ConfigError, match="optimizers behind the model, got Linear"):
+    with pytest.raises(ws.ConfigError, match="optimizers after the model, got Linear"):
         ws.shard(nn.Linear(1, 1), nn.Linear(1, 1))  # type: ignore[arg-type]
 
 

@@ -84,7 +84,7 @@ def test_settings_give_the_numbers_of_eager_training(pool2: Any, name: str) -> N
 
 
 def hooked(clips: bool) -> int:
-    """Hooks on parameters: torch calls none for gradients of what it has cut, and those behind the accumulation."""
+    """Hooks on parameters: torch calls none for gradients of what it has cut, and those after the accumulation."""
     eager, ours, compiled = sharded(), sharded(), ws.compile(train, fullgraph=True)
     for model, _ in (eager, ours):
         for param in model.parameters():

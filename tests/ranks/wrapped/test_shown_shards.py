@@ -186,9 +186,9 @@ def differs_from_eager(step: Step) -> tuple[str, int | None]:
             return f"what call {number} gives", None
         for what in ("parts", "averages"):
             if not same(getattr(eager, what), getattr(ours, what)):
-                return f"{what} behind call {number}", None
+                return f"{what} after call {number}", None
         if not same(list(eager.model.parameters()), list(ours.model.parameters())):
-            return f"parameters behind call {number}", None
+            return f"parameters after call {number}", None
     explanation = compiled.explain()
     return "", explanation.live.launches if isinstance(explanation, LiveExplanation) else None
 

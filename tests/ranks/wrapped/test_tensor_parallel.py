@@ -200,7 +200,7 @@ def collectives(plan: str) -> list[str]:
 
 
 def calls_of_eager_code(make: Callable[[], Any], optimizer: Any, step: Any, data: Callable[[int], Tensor]) -> int:
-    """How many collectives one eager call has, behind a first one."""
+    """How many collectives one eager call has, after a first one."""
     model = make()
     opt = optimizer(model.parameters())
     step(model, opt, data(0))

@@ -44,7 +44,7 @@ def normed() -> nn.Sequential:
 
 READ: list[float] = []
 READS_GRADIENTS: list[bool] = []
-"""Not empty where Python asks for a gradient's sum in front of each update."""
+"""Not empty where Python asks for a gradient's sum before each update."""
 
 
 class Loop:
@@ -68,7 +68,7 @@ class Loop:
         self.model.train()
 
     def trained(self, step: Callable[..., Any]) -> list[Tensor]:
-        """What is left behind a call for each batch."""
+        """What is left after a call for each batch."""
         for x, y in batches():
             step(x, y)
         return self.results()
@@ -106,7 +106,7 @@ def reduced_by_hand(make: Make) -> list[Tensor]:
 
 
 def a_second_backward(make: Make) -> list[Tensor]:
-    """Behind one forward the first backward is reduced and the second one is not."""
+    """After one forward the first backward is reduced and the second one is not."""
     loop = Loop(plain())
 
     def step(x: Tensor, y: Tensor) -> None:
@@ -213,7 +213,7 @@ def compiled_evaluations(make: Make) -> list[Tensor]:
 
 
 def micro_batches_by_call(make: Make) -> list[Tensor]:
-    """Behind a forward in ``no_sync()`` buffers stay those of each rank, once."""
+    """After a forward in ``no_sync()`` buffers stay those of each rank, once."""
     loop = Loop(normed())
 
     def step(x: Tensor, y: Tensor, is_last: bool) -> None:
@@ -245,7 +245,7 @@ def wrappers_with_other_buffers(make: Make) -> list[Tensor]:
 
 
 def two_backwards(make: Make) -> list[Tensor]:
-    """Each behind a forward of its own."""
+    """Each after a forward of its own."""
     loop = Loop(plain())
 
     def step(x: Tensor, y: Tensor) -> None:
@@ -391,7 +391,7 @@ def test_each_rank_has_what_it_has_in_eager_code(pool2: Any, name: str) -> None:
 
 
 def live(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A step that asks for a number in front."""
+    """A step that asks for a number first."""
 
     def asks(x: Tensor, *others: Any) -> Any:
         READ.append((2 * x).sum().item())

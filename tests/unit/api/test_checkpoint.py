@@ -87,7 +87,7 @@ def test_every_optimizer_goes_on(tmp_path: Path, name: str) -> None:
 
 
 def test_a_save_changes_nothing(tmp_path: Path) -> None:
-    """torch's get_optimizer_state_dict steps an optimizer without state; a first step behind a save is a first step."""
+    """torch's get_optimizer_state_dict steps an optimizer without state; a first step after a save is a first step."""
     model = net()
     opt = torch.optim.AdamW(model.parameters(), lr=0.1)
     before = state_of(model, opt)

@@ -81,7 +81,7 @@ def test_cache_info_counts_and_tells_why() -> None:
 
 
 def test_ranks_connect_while_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind the plan, until when a step is likely to fail on one rank alone."""
+    """After the plan, until when a step is likely to fail on one rank alone."""
     happened: list[str] = []
 
     def noted(name: str, of: Any, work: Any) -> None:
@@ -95,7 +95,7 @@ def test_ranks_connect_while_kernels_are_compiled(monkeypatch: pytest.MonkeyPatc
 
 
 def test_nothing_is_collected_until_a_first_call_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graphs live, and the collector would look at all of them again and again: its last turn comes behind it."""
+    """The graphs live, and the collector would look at all of them again and again: its last turn comes after it."""
     happened: list[tuple[str, bool]] = []
 
     def noted(name: str, work: Any) -> Any:

@@ -48,7 +48,7 @@ class Training:
 
 Step = Callable[..., Any]
 Give = Callable[[Training, int], tuple[Any, ...]]
-"""Sets what there is to set before a call, and gives its arguments behind the batch."""
+"""Sets what there is to set before a call, and gives its arguments after the batch."""
 
 
 def trained(make: Callable[[Training], Step], give: Give, compiled: Callable[[Step], Step]) -> tuple[Any, list[Any]]:

@@ -45,7 +45,7 @@ def of_memory(num_bytes: int, kind: Kind = Kind.POINTWISE) -> Work:
 
 def test_what_leads_from_one_node_to_the_next_does_not_travel() -> None:
     assert found(lambda x, y: (x + y) * y - x, torch.ones(8), torch.ones(8)) == [of_memory(3 * 32)]
-    # Two of them read it, one of them behind a view; and it is a result besides.
+    # Two of them read it, one of them through a view; and it is a result besides.
     shared = found(lambda x: (y := x + 1, y * 2, y.view(2, 4).sum(0)), torch.ones(8))
     assert shared == [of_memory(3 * 32 + 16)]
 

@@ -78,7 +78,7 @@ def test_each_reader_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sorting_keeps_the_order_of_random_numbers_or_says_that_it_cannot():
-    """`first` waits for what stands behind `second`, which then waits too."""
+    """`first` waits for what stands after `second`, which then waits too."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     first = graph.call_function(torch.ops.aten.bernoulli.p, (x, 0.5))

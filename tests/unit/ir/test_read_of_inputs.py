@@ -1,17 +1,21 @@
-"""Sizes of what a graph computes become sizes of its inputs."""
+"""Sizes as nodes of a graph: those of what it computes become sizes of its inputs, and functions of them are calls."""
 
 from __future__ import annotations
 
 import operator
 
+import pytest
+import sympy
 import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._sympy import functions
 
 from wholestep.capture.sizes.size_symbols import SizeEnv
 from wholestep.ir import node_meta, size_nodes
 
 aten = torch.ops.aten
+SIZE = sympy.Symbol("size", integer=True, positive=True)
 
 
 def test_sizes_are_read_of_inputs_once_each() -> None:
@@ -34,3 +38,26 @@ def test_sizes_are_read_of_inputs_once_each() -> None:
     graph.lint()
     (found,) = fx.GraphModule(torch.nn.Module(), graph)(torch.empty(3, 4))
     assert found.shape == (6, 3, 6)
+
+
+HALF = functions.FloatTrueDiv(functions.ToFloat(SIZE), sympy.Float(2.6))
+EXPRESSIONS = (
+    functions.TruncToInt(HALF), functions.FloorToInt(HALF), functions.CeilToInt(HALF), functions.RoundToInt(HALF),
+    functions.TruncToInt(functions.TruncToFloat(HALF)), functions.TruncToInt(functions.RoundDecimal(HALF, 1)),
+    functions.TruncToInt(functions.IntTrueDiv(SIZE, 3)), functions.FloorDiv(SIZE, 3), functions.Mod(SIZE, 3),
+    functions.Max(SIZE, 3), functions.Min(SIZE, 3), functions.LShift(SIZE, 2), SIZE**2,
+    functions.Where(sympy.Gt(SIZE, 4), SIZE, 2 * SIZE),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS, ids=str)
+def test_functions_of_sizes_are_calls(expression: sympy.Expr) -> None:
+    """As ``interpolate(scale_factor=1.7)`` gives them."""
+    graph, env = fx.Graph(), SizeEnv()
+    given = graph.placeholder("size")
+    x = env.fake(FakeTensorMode(shape_env=env), torch.empty(7, 4), "args.0", [0])
+    node_meta.set_value(given, x.shape[0])
+    own = expression.xreplace({SIZE: x.shape[0].node.expr})
+    graph.output(size_nodes.computed_node(graph, own, {x.shape[0].node.expr: given}))
+    run = fx.GraphModule(torch.nn.Module(), graph)
+    assert [run(size) for size in (7, 3, 12)] == [expression.xreplace({SIZE: size}) for size in (7, 3, 12)]

@@ -24,7 +24,7 @@ from wholestep.passes.schedule.form_segments import form_segments
 
 
 def step(x: Tensor, weight: Tensor) -> Tensor:
-    """Two products, and what a compiler may have in front of them, between them and behind."""
+    """Two products, and what a compiler may have before them, between them and after."""
     hidden = (x.sin() * 2) @ weight
     total = (hidden.cos() + 1) @ weight
     weight.mul_(0.5).add_(1.0)
@@ -90,7 +90,7 @@ def test_a_segment_is_read_once_when_somebody_asks(read: list[int]) -> None:
 
 
 def test_plain_values_are_asked_nothing() -> None:
-    """They are most of a program, and pickle asks about each of them: one call, and no more behind it."""
+    """They are most of a program, and pickle asks about each of them: one call, and no more after it."""
     profile = cProfile.Profile()
     numbers = [float(number) for number in range(1000)]
     profile.runcall(serializer.dumps, [numbers, tuple(map(str, numbers)), dict.fromkeys(numbers)])

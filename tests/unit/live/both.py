@@ -127,7 +127,7 @@ def train_both(
     calls: int = CALLS,
     training: Callable[[], Training] = Training,
 ) -> LiveStep:
-    """Runs a step eagerly and live, and compares everything behind each call."""
+    """Runs a step eagerly and live, and compares everything after each call."""
     eager, live = training(), training()
     step, live_step = make_step(eager), LiveStep(make_step(live), "step", "", compiled or Compiled())
     for call in range(calls):

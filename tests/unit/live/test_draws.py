@@ -56,7 +56,7 @@ def test_a_call_that_drew_nothing_at_first_may_draw_later() -> None:
 
         def step(x: Tensor) -> Tensor:
             noise = noise_of(training.model.first.weight.detach(), scales.popleft())
-            torch.manual_seed(7)  # which is for what comes behind it
+            torch.manual_seed(7)  # which is for what comes after it
             return training.update(training.model(x).mean() * noise.sum())
 
         return step

@@ -353,32 +353,8 @@ def test_an_update_by_hand_is_a_piece() -> None:
     assert compiled.launches == CALLS - 1
 
 
-@pytest.mark.parametrize("read", ["", "before", "behind"])
-def test_a_tensor_that_is_written_to_joins_the_graph(read: str) -> None:
-    def make(training: Training) -> Step:
-        def step(x: Tensor) -> Tensor:
-            hidden = training.model.first(x)
-            sums = torch.zeros_like(hidden)
-            if read == "before":
-                training.notes.append(sums.sum().item())
-            same = sums.index_add_(0, torch.tensor([0, 0, 1]), hidden)
-            assert same is sums
-            assert sums.requires_grad
-            if read == "behind":
-                training.notes.append(sums.detach().tolist())
-            loss = training.model.last(training.model.norm(sums)).mean()
-            training.notes.append(training.update(loss).item())
-            return sums.detach()
-
-        return step
-
-    compiled = Compiled()
-    train_both(make, compiled=compiled)
-    assert compiled.launches >= CALLS - 1
-
-
 def test_wrong_arguments_of_one_call_do_not_make_an_operator_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of shapes is of that call; steps behind it in the same process are pieces."""
+    """An error of shapes is of that call; steps after it in the same process are pieces."""
     monkeypatch.setattr(observer, "_known_shapes", {})
     training = Training()
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
@@ -410,3 +386,30 @@ def test_what_runs_on_no_fakes_is_no_error_in_the_log(monkeypatch: pytest.Monkey
         of_fakes.removeHandler(handler)
     assert reported == []
     assert not of_fakes.disabled
+
+
+def scaled_by_their_norm(training: Training) -> Step:
+    """Asks for the same gradients twice, and writes to those that it was given first."""
+
+    def step(x: Tensor) -> Tensor:
+        loss, params = training.model(x).square().mean(), list(training.model.parameters())
+        loss.backward()
+        grads = [p.grad for p in params]
+        norm = sum(p.grad.norm() for p in params if p.grad is not None)
+        training.notes.append([p.grad is grad for p, grad in zip(params, grads, strict=True)])
+        for grad in grads:
+            assert grad is not None
+            grad.mul_(1 / (1 + norm))
+        training.opt.step()
+        training.opt.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def test_a_gradient_that_is_asked_for_twice_is_one_object() -> None:
+    compiled = Compiled()
+    live = train_both(scaled_by_their_norm, compiled=compiled)
+    assert len(compiled.pieces) == 1
+    assert compiled.launches == CALLS - 1
+    assert live.stats.executed == len(live.pieces[0].path.records)  # the first call

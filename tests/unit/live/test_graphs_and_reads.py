@@ -270,7 +270,7 @@ SEEDS = {
 @pytest.mark.parametrize("how", SEEDS)
 @pytest.mark.parametrize("own", [False, True])
 def test_a_generator_that_is_set_behind_recorded_draws(how: str, own: bool) -> None:
-    """The draws in front of it are of the old state, those behind it of the new one, and so is what is left."""
+    """The draws before it are of the old state, those after it of the new one, and so is what is left."""
 
     def make(training: Training) -> Step:
         mine = torch.Generator().manual_seed(3)

@@ -291,7 +291,7 @@ def test_a_view_without_a_graph_is_written_to_behind_a_read(row_of: Any) -> None
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("known", [0, 3])
 def test_a_view_brings_what_it_views_into_a_graph(reads: bool, known: int) -> None:
-    """In a way that is known, and where that happens on a new one behind a read."""
+    """In a way that is known, and where that happens on a new one after a read."""
 
     def make(training: Training) -> Step:
         calls = iter(range(100))

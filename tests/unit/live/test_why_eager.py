@@ -111,7 +111,7 @@ def test_reasons_that_name_values_do_not_pile_up() -> None:
         training.update((training.model(x) * complex(next(factors))).real.mean())
 
     live = LiveStep(step, "step", "", Compiled())
-    for call in range(3 * MAX_REASONS):
+    for call in range(2 * MAX_REASONS):
         live(batch(call), {})
     assert len(live.stats.reasons) == MAX_REASONS
     assert live.is_recorded

@@ -138,7 +138,7 @@ def trains(w: Tensor, g: Tensor, x: Tensor, rate: Tensor) -> tuple[Any, ...]:
 
 
 def views(x: Tensor) -> tuple[Any, ...]:
-    """What is computed outside of a graph is read in two ways behind it."""
+    """What is computed outside of a graph is read in two ways after it."""
     y = layers(x)
     z = y * y.sum().item()
     flat = z.view(-1)
@@ -147,7 +147,7 @@ def views(x: Tensor) -> tuple[Any, ...]:
 
 
 def updates_twice(w: Tensor, x: Tensor) -> tuple[Any, ...]:
-    """A parameter is written outside of a graph, and behind that within one."""
+    """A parameter is written outside of a graph, and after that within one."""
     y = layers(w * x)
     w.add_(y.sum().item())
     w.mul_(layers(x))
@@ -200,7 +200,7 @@ def two_grads(v: Tensor, w: Tensor, x: Tensor) -> tuple[Any, ...]:
 
 
 def trained(graphed: GraphRunner, params: list[nn.Parameter], x: Tensor) -> tuple[Any, ...]:
-    """A call, behind which parameters have their new gradients; the other results."""
+    """A call, after which parameters have their new gradients; the other results."""
     grads = graphed([*params, x])
     for param, grad in zip(params, grads, strict=False):
         param.grad = grad

@@ -54,7 +54,7 @@ class Rank:
         return self._tails[stream]
 
     def wait_for(self, stream: int, mark: frozenset[int]) -> None:
-        """What `stream` is given from now on runs behind a mark."""
+        """What `stream` is given from now on runs after a mark."""
         self._tails[stream] |= mark
 
     def reduce(
@@ -66,7 +66,7 @@ class Rank:
         return copy_all_reduce.all_reduce(message, message if result is None else result, self, add, split=split)
 
     def end_of_graph(self) -> None:
-        """What comes runs behind what the caller's stream has been given or has waited for, and nothing else."""
+        """What comes runs after what the caller's stream has been given or has waited for, and nothing else."""
         self._tails = [self._tails[MAIN]] * len(self._tails)
 
 
@@ -79,7 +79,7 @@ def run_all(ranks: Sequence[Rank], draw: random.Random, *, one_queue: bool = Fal
     """Runs everything in an order that `draw` gives, in which some of it is far ahead of other things.
 
     With `one_queue` a device takes what it is given one by one, in an order of its own that the streams allow, and a
-    meeting holds up whatever is behind it. Raises AssertionError where all ranks stand still.
+    meeting holds up whatever comes after it. Raises AssertionError where all ranks stand still.
     """
     behind = [[given.behind for given in rank.given] for rank in ranks]
     if one_queue:

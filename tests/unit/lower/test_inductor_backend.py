@@ -14,7 +14,7 @@ from wholestep.config import Inductor as InductorOptions
 from wholestep.lower import inductor_backend
 from wholestep.lower.base.eager_backend import EagerBackend
 from wholestep.lower.base.protocol import ExecutionMode
-from wholestep.lower.inductor import segment_compiler
+from wholestep.lower.inductor import compile_fx, segment_compiler
 from wholestep.lower.inductor_backend import InductorBackend
 from wholestep.util import background
 
@@ -46,3 +46,20 @@ def test_a_step_that_one_cuda_graph_launches_costs_the_host_one_launch(monkeypat
         monkeypatch.setattr(EagerBackend, "execution_mode", lambda *_, is_one=is_one: ExecutionMode("eager", is_one))
         step.explain()
         assert told["one_launch"] is is_one
+
+
+@pytest.mark.parametrize("may_run_one_by_one", [True])
+def test_segments_that_inductor_cannot_compile_run_one_by_one_and_are_told(
+    monkeypatch: pytest.MonkeyPatch, may_run_one_by_one: bool
+) -> None:
+    def compile_fx_inner(*args: Any) -> Any:
+        raise NotImplementedError("no lowering of that\nand more")
+
+    monkeypatch.setenv("WHOLESTEP_CACHE", "0")
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", compile_fx_inner)
+    fn = lambda x: (x + 1).relu().sum()  # noqa: E731
+    step, x = ws.compile(fn, backend="inductor"), torch.randn(4, 4)
+    assert torch.equal(step(x), fn(x))
+    told: Any = step.explain()
+    assert "runs one by one: NotImplementedError: no lowering of that" in told.backend
+    assert "and more" not in told.backend

@@ -47,7 +47,7 @@ def compiled_by(monkeypatch: pytest.MonkeyPatch, own: dict[str, bytes], others: 
 
 
 def test_everybody_gets_what_is_theirs(loaded: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever bytes it starts with. Keys of Inductor are waited for, and kernels over lists come behind its own."""
+    """Whatever bytes it starts with. Keys of Inductor are waited for, and kernels over lists come after its own."""
     program = with_segments()
     first, second, third = segments_of(program)
     own, others = {first.name: b"LL", third.name: b"II"}, {second.name: b"IL", third.name: b"of both"}

@@ -75,7 +75,7 @@ def test_new_nodes_run(transformation: Callable[[fx.GraphModule], fx.GraphModule
 
 
 def test_what_reads_a_new_node_is_computed_anew() -> None:
-    """The shape changes on the way, so recorded values behind the new node must, too."""
+    """The shape changes on the way, so recorded values after the new node must, too."""
 
     def edit(graph: fx.Graph, tanh: fx.Node) -> None:
         tanh.args = (graph.call_function(torch.cat, ([tanh.args[0], tanh.args[0]],)),)

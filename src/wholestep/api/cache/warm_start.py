@@ -245,7 +245,7 @@ class StepCache:
 
 
 def _refuse_moved_modes(before: Fingerprint) -> None:
-    """Raises ArtifactError where a switch of torch was another one in front of the first call: the step has set it."""
+    """Raises ArtifactError where a switch of torch was another one before the first call: the step has set it."""
     known = {line for lines in before.values() for line in lines}
     moved = [name for name, value in mode_lines() if (name, value) not in known]
     if moved:

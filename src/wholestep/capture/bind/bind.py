@@ -22,6 +22,7 @@ from wholestep.capture.bind.make_guards import make_guards
 from wholestep.capture.reach.arguments import ArgumentSize
 from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.reach.traced_inputs import (
+    ArgumentRef,
     ArgumentSource,
     EntryGradSource,
     HyperparameterSource,
@@ -92,12 +93,14 @@ class _Live:
             for leaf, one in enumerate(self._spec.leaves)
             if isinstance(one, StateRef) and self._slots[one.slot].kind is InputKind.GRAD
         }
+        arguments = {leaf: one for leaf, one in enumerate(self._spec.leaves) if isinstance(one, ArgumentRef)}
         steppers = [self._state.optimizers[number][1] for number in self._spec.stepped_optimizers]
         return Binding(
             inputs=tuple(map(self._input, self._spec.inputs)),
-            effects=tuple(self._effects(list(returned))),
+            effects=tuple(self._effects([*returned, *arguments])),
             once=[effects.MarkStepped(one) for one in steppers],
             returned_grads=tuple(returned.values()),
+            returned_inputs=tuple(self._spec.inputs.index(ArgumentSource(one.number)) for one in arguments.values()),
         )
 
     def _input(self, source: InputSource) -> LiveInput:
@@ -117,7 +120,8 @@ class _Live:
                 return Constant(self._ranks[number].number)
 
     def _effects(self, returned: list[int]) -> Iterator[Effect]:
-        """In the order in which a call applies them. `returned`: leaves that are gradients from before the call."""
+        """In the order in which a call applies them. `returned`: leaves that are gradients from before the call, and
+        arguments."""
         spec = self._spec
         yield from self._gradients()
         if made := [one for one in spec.outputs if isinstance(one, StateSink)]:
@@ -159,7 +163,7 @@ class _Live:
     def _leaf_value(self, leaf: Any) -> Any:
         """A leaf of the result, if it is the same in every call; else None."""
         if not isinstance(leaf, StateRef):
-            return None if isinstance(leaf, StateView) else leaf
+            return None if isinstance(leaf, (StateView, ArgumentRef)) else leaf
         slot = self._slots[leaf.slot]
         found: torch.Tensor | None = None if slot.kind is InputKind.GRAD else slot.tensor
         return found

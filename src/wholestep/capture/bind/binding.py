@@ -1,4 +1,4 @@
-"""The live objects behind a program's inputs, and the effects of a call: filled in before a run, applied behind it.
+"""The live objects behind a program's inputs, and the effects of a call: filled in before a run, applied after it.
 
 Everything that stays the same between calls is looked up once. A call fills in only the arguments, the numbers of
 parameter groups and the gradients that were there when it began.
@@ -62,6 +62,8 @@ class Binding:
     """Effects of the next call alone."""
     returned_grads: tuple[torch.Tensor, ...]
     """Parameters of which the step returns the gradient that they had when the call began."""
+    returned_inputs: tuple[int, ...] = ()
+    """Inputs that the step returns as they are: arguments to which it has written."""
 
     def with_constants(self, more: Sequence[torch.Tensor | int]) -> Binding:
         """The same binding for a program with `more` inputs at the end, which are the same in every call."""
@@ -93,14 +95,14 @@ class Binding:
         return fast_guards.PythonInputFiller(self.tensors, numbers, arguments, grads)
 
     def around(self, function: fast_guards.Function) -> fast_guards.Function:
-        """`function`, and behind its outputs the gradients that the step returns, as they were before it: others may be
-        in their places by the time of `finish`."""
-        if not self.returned_grads:
+        """`function`, and after its outputs the gradients that the step returns, as they were before it: others may be
+        in their places by the time of `finish`. Then the arguments that it returns."""
+        if not self.returned_grads and not self.returned_inputs:
             return function
 
         def run(inputs: list[Any]) -> tuple[Any, ...]:
-            grads = self.entry_grads()
-            return (*function(inputs), *grads)
+            given = [*self.entry_grads(), *(inputs[place] for place in self.returned_inputs)]
+            return (*function(inputs), *given)
 
         return run
 

@@ -17,6 +17,7 @@ import torch.fx as fx
 from wholestep.capture.bind.binding import Binding
 from wholestep.capture.guards.guards import Guards
 from wholestep.capture.python import tree_util
+from wholestep.capture.python.snapshot import ABSENT
 from wholestep.capture.reach.arguments import ArgumentSize
 from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.reach.traced_inputs import InputSource
@@ -100,7 +101,7 @@ class BindingSpec:
     inputs: tuple[InputSource, ...]
     """Per input of the program."""
     outputs: tuple[OutputSink, ...]
-    """Per USER, GRAD and STATE output of the program, in its order. Behind them come its WRITE outputs."""
+    """Per USER, GRAD and STATE output of the program, in its order. After them come its WRITE outputs."""
     layouts: tuple[DTensorLayout | None, ...]
     """Per output the DTensor of which it is this rank's part; None for a plain tensor."""
     sees_parts: bool
@@ -108,12 +109,40 @@ class BindingSpec:
     result_spec: tree_util.TreeSpec
     """Of what the step returns."""
     leaves: tuple[Any, ...]
-    """Leaves of the result: `StateRef`, `StateView`, or a value; None where an output fills it."""
+    """Leaves of the result: `StateRef`, `StateView`, `ArgumentRef`, or a value; None where an output fills it."""
     forwards: tuple[tuple[int, bool], ...]
     """Numbers of the DistributedDataParallel whose forwards ran, with whether a reduction follows the last one."""
     stepped_optimizers: tuple[int, ...]
     """Those that the step steps, by number: schedulers look at that before they warn."""
+    kept_graph: str
+    """The shape of a result through whose graph of autograd a backward could still go; empty if there is none."""
     reads: TraceReads
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Plain attributes that a step sets before it looks at them, such as ``model.eval()`` does: what they hold between
+    two calls decides nothing."""
+
+    places: tuple[tuple[dict[str, Any], str, Any], ...]
+    """Attributes of an object, the name of one, and what the step sets."""
+
+    def repeat(self) -> Callable[[], None] | None:
+        """Sets what the step would set. Gives what puts back what was there; None if all is set."""
+        found = [(held, name, held.get(name, ABSENT)) for held, name, _ in self.places]
+        if all(was is wanted for (*_, was), (*_, wanted) in zip(found, self.places, strict=True)):
+            return None
+        for held, name, wanted in self.places:
+            held[name] = wanted
+
+        def undo() -> None:
+            for held, name, was in found:
+                if was is ABSENT:
+                    del held[name]
+                else:
+                    held[name] = was
+
+        return undo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +156,8 @@ class Captured:
     spec: BindingSpec
     settled: bool = True
     """Whether the step changed nothing in its first run. Else the context is one that the step had set up."""
+    setup: Setup | None = None
+    """What it set, where that is all, and nothing that it had looked at."""
     constant_sizes: Mapping[ArgumentSize, str | None] = field(default_factory=dict)
     """Sizes of arguments that were to be symbols and have become constants, each with who wanted a number. None where
     nobody did, and a condition of this trace holds for one size alone: the next may be a symbol in another trace."""

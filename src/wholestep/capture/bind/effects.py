@@ -1,4 +1,4 @@
-"""What a call does behind the run of its graph: frozen records, applied once each, in order.
+"""What a call does after the run of its graph: frozen records, applied once each, in order.
 
 The graph writes to parameters and buffers itself. What is left is to put its outputs where Python looks for them:
 gradients, new state of optimizers, and the result.
@@ -24,7 +24,7 @@ Holder = Callable[[], dict[Any, Any]]
 
 @dataclass(slots=True)
 class CallOutcome:
-    """What is there of one call behind the run of its graph."""
+    """What is there of one call after the run of its graph."""
 
     outputs: Sequence[Any]
     """Of the program; then, if the step returns some, gradients that parameters had when the call began."""
@@ -32,7 +32,7 @@ class CallOutcome:
 
 
 class Effect(Protocol):
-    """One thing that a call does behind the run of its graph."""
+    """One thing that a call does after the run of its graph."""
 
     def apply(self, call: CallOutcome) -> None:
         """Does it."""

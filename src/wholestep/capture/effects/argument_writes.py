@@ -30,17 +30,20 @@ class ArgumentWrites:
         self._watches: list[tuple[ArgumentPath, Snapshot]] = []
         self._foreign: list[tuple[ArgumentPath, Any, list[Any]]] = []
         """Nodes of pytrees of other classes: only these know what is in them."""
+        self._fields = tree_util.fields_in((args, kwargs))
+        self._seen: set[int] = set()
+        """Ids of the objects in which it has been."""
         for start, thing in [*(((0, i), one) for i, one in enumerate(args)), *(((1, k), v) for k, v in kwargs.items())]:
-            self._walk(start, thing, frozenset())
+            self._walk(start, thing)
 
-    def _walk(self, path: ArgumentPath, thing: Any, around: frozenset[int]) -> None:
+    def _walk(self, path: ArgumentPath, thing: Any) -> None:
         """Down to whatever `tree_util.flatten` takes apart."""
-        if isinstance(thing, tree_util.CLOSED) or id(thing) in around:
-            return
         is_node = type(thing) in pytree.SUPPORTED_NODES
-        fields = None if is_node else tree_util.fields_of(thing)
-        if not is_node and fields is None:
+        fields = None if is_node else self._fields.get(id(thing))
+        if id(thing) in self._seen or (not is_node and fields is None):
             return
+        if not is_node:
+            self._seen.add(id(thing))
         for container in _containers(thing):
             is_ordered = isinstance(container, dict) and not isinstance(container, VIEWS)
             watch = Snapshot(container, "", _keys(container), ordered=is_ordered)
@@ -51,7 +54,7 @@ class ArgumentWrites:
             return
         parts = fields if fields is not None else thing
         for key, part in list(parts.items() if isinstance(parts, dict) else enumerate(parts)):
-            self._walk((*path, key), part, around | {id(thing)})
+            self._walk((*path, key), part)
 
     def check(self) -> None:
         """At the end of the step: raises CaptureError for a container to which it has written."""

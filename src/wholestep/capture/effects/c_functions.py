@@ -55,6 +55,7 @@ _ASKING = frozenset(
     {
         sys._getframe, sys.exc_info, sys.getrecursionlimit, sys.is_finalizing, sys.getsizeof, sys.getrefcount,
         sys.getdefaultencoding, sys.intern, _thread.get_ident,
+        getattr(sys, "_getframemodulename", sys._getframe),  # since Python 3.12
     }
 )  # fmt: skip
 """Functions of modules of settings that set none and show nothing but the running code, its thread and its objects.

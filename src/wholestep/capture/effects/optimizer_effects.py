@@ -65,7 +65,7 @@ class _Held:
 
 
 class OptimizerEffects:
-    """Looks at the optimizers of a scene before a step runs, in the trace at its end, and behind the trace."""
+    """Looks at the optimizers of a scene before a step runs, in the trace at its end, and after the trace."""
 
     def __init__(self, context: StepContext) -> None:
         self._state, self._codes = context.state, context.reachable.codes
@@ -132,7 +132,7 @@ class OptimizerEffects:
         return isinstance(leaf, Tensor) and id(leaf) not in self._state.index
 
     def put_back(self) -> list[str]:
-        """Behind the trace: puts everything back. Says what no graph would do again."""
+        """After the trace: puts everything back. Says what no graph would do again."""
         problems = [problem for held in self._held if (problem := held.put_back())]
         for one in list(self._changes()):
             if not isinstance(one.now, Tensor) or isinstance(one.then, Tensor):

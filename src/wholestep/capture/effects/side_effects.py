@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -42,7 +43,7 @@ class SideEffects:
         """(path, then, now)."""
         self._watches: list[Snapshot] = []
         self._leaves_tensors = False
-        """Whether tensors of the trace are among what is different. They mean nothing behind it."""
+        """Whether tensors of the trace are among what is different. They mean nothing after it."""
 
     def __enter__(self) -> SideEffects:
         self._generators.watch()
@@ -102,11 +103,13 @@ class SideEffects:
 
     def _holds_new_tensor(self, things: Any) -> bool:
         """Whether tensors of the trace are in a nest. Those of the state may stand elsewhere (a sharded weight)."""
-        try:
-            leaves = tree_util.flatten(things)[0]
-        except RecursionError:  # objects that hold each other
-            return True
+        leaves = tree_util.flatten(things)[0]
         return any(isinstance(leaf, Tensor) and id(leaf) not in self._known for leaf in leaves)
+
+    def places(self) -> Iterator[tuple[Any, Any, Any, Any]]:
+        """(container, key, then, now) of what is different."""
+        for watch in self._watches:
+            yield from ((watch.container, key, then, now) for key, _, then, now in watch.changed_items())
 
     @property
     def has_written_buffers(self) -> bool:

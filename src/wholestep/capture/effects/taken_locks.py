@@ -18,24 +18,28 @@ class TakenLocks:
 
     def __init__(self) -> None:
         self._taken: list[Any] = []
+        self._waited_for: list[Any] = []
 
     def __bool__(self) -> bool:
-        return bool(self._taken)
+        return bool(self._taken or self._waited_for)
 
     def note(self, method: Any) -> None:
         """A method of a lock is about to be called."""
         lock = method.__self__
         if method.__name__ == "acquire":
-            if lock.acquire(blocking=False):  # else somebody has it, who may keep it for longer than this call waits
+            is_free = lock.acquire(blocking=False)
+            if is_free:
                 lock.release()
-                self._taken.append(lock)
+            (self._taken if is_free else self._waited_for).append(lock)
         elif method.__name__ == "release":
-            found = next((place for place, one in enumerate(self._taken) if one is lock), None)
-            if found is not None:
-                del self._taken[found]
+            for locks in (self._taken, self._waited_for):
+                found = next((place for place, one in enumerate(locks) if one is lock), None)
+                if found is not None:
+                    del locks[found]
+                    break
 
     def give_back(self) -> None:
-        """Opens those that are still taken."""
+        """Opens those that are still taken; not one that another thread had, which may have it still."""
         while self._taken:
             with suppress(RuntimeError):  # another thread has opened it, as that of a `Condition` which is waited for
                 self._taken.pop().release()

@@ -2,7 +2,7 @@
 
 A graph knows its inputs apart. Where two of them are views of one memory (gradients in a flat buffer, a weight and its
 transpose), the graph would not see in one what it has written to the other, as eager code does. Nothing is lost while
-neither is written to, or while one is used before the write to the other and not behind it. All else is refused, as is
+neither is written to, or while one is used before the write to the other and not after it. All else is refused, as is
 a list that a call writes to whose items use one another's memory: eager code goes through the list, and later items see
 what was written for earlier ones; a graph computes all of them from what was there before.
 """
@@ -78,7 +78,7 @@ def _overlaps_of_shards(live: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
 def _check_inputs(
     graph: fx.Graph, placeholders: Sequence[fx.Node], names: Sequence[str], known: Sequence[tuple[int, int]]
 ) -> None:
-    """Refuses a use of an input behind a write to another one in the same memory. `known`: pairs that lie there."""
+    """Refuses a use of an input after a write to another one in the same memory. `known`: pairs that lie there."""
     tensors = [node_meta.tensor(node) for node in placeholders]
     partners: dict[int, set[int]] = {}
     for one, other in (*overlaps(tensors), *known):
@@ -107,7 +107,7 @@ def _check_inputs(
 def check_arrays(arrays: Iterable[tuple[str, Any]], written: Iterable[torch.Tensor]) -> None:
     """Raises CaptureError for an array on the memory of a tensor that the step writes to.
 
-    Python looks at it while it runs, and a graph writes behind that. `arrays`: with what a person would write for each.
+    Python looks at it while it runs, and a graph writes after that. `arrays`: with what a person would write for each.
     """
     bounds = [(path, _bounds(one)) for path, one in arrays]
     for tensor in written if bounds else ():
@@ -215,7 +215,7 @@ def _never_written(tensor: torch.Tensor) -> str:
 def _refuse(node: fx.Node, name: str, other: str, write: fx.Node) -> None:
     does = "the step returns" if node.op == "output" else f"{node.target} uses"
     where = f" at {node_meta.origin(node).source}" if node.op != "output" else ""
-    behind = "with" if write is node else f"behind the write at {node_meta.origin(write).source} to"
+    behind = "with" if write is node else f"after the write at {node_meta.origin(write).source} to"
     raise CaptureError(
         f"The step could not be captured{where}\n{does} {name} {behind} {other}, and both share memory. A graph knows "
         f"its inputs apart and would not see in one what is written to the other. Give one of them memory of its own "

@@ -107,7 +107,7 @@ class _OriginKeeper(fx.Interpreter):
         self._made_for: dict[fx.Node, fx.Node] = {}
 
     def made_for(self, node: fx.Node) -> fx.Node | None:
-        """The call that was running when a node was traced; None behind the last one."""
+        """The call that was running when a node was traced; None after the last one."""
         return self._made_for.get(node)
 
     def run_node(self, n: fx.Node) -> Any:

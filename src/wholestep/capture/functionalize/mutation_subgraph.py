@@ -3,7 +3,7 @@
 [Note: what is written to, and what is not]
 Making a graph functional changes calls that write and calls that see what was written, and no others. So only those are
 traced again, as a graph of their own; the others are copied with their values, which takes a tenth of the time. Nodes
-that may share memory form a group, as schemas say. A call is in the part if it touches a group behind the first write
+that may share memory form a group, as schemas say. A call is in the part if it touches a group after the first write
 to it. Where the part would have to know how values that were made outside share memory, all calls that touch their
 group are in it. Numbers of the host stay together with what they are made of, since they are followed by value.
 """
@@ -75,7 +75,7 @@ def splice(
         whole: as `mutation_subgraph` was given it.
         part: what `mutation_subgraph` gave.
         functional: the part made functional, with the same placeholders and results.
-        made_for: a node of `functional` -> the call of the part for which it was made; None behind the last call.
+        made_for: a node of `functional` -> the call of the part for which it was made; None after the last call.
     """
     own, inputs = traced.graph.find_nodes(op="placeholder"), functional.graph.find_nodes(op="placeholder")
     enters = dict(zip(subgraph.entering, inputs[len(own) :], strict=True))

@@ -8,7 +8,7 @@ What an optimizer does to parameters and state is of this kind, and in most step
 
 Every call is copied as it is, or as its functional form, whose value alone is computed anew; so names and numbers of
 the host stay. The result is the graph that `torch.func.functionalize` would give, but for the order of items of lists.
-What it takes: behind the first write to memory nobody sees it but as a whole; and all writes are operators of ATen in
+What it takes: after the first write to memory nobody sees it but as a whole; and all writes are operators of ATen in
 place that have a functional form of the same signature and layout, and draw nothing. Steps that resize storages are not
 of this kind.
 """

@@ -6,7 +6,7 @@ Memory has two sizes here: none, and what the tensor needs; other sizes are refu
 
 Two cases, told apart by how the tensor comes to the step:
 - It comes without memory (a gathered weight between two uses), or the step made it. Then it needs none in the
-  program either: what is copied into it is a value like any other, which goes back to the allocator behind its last
+  program either: what is copied into it is a value like any other, which goes back to the allocator after its last
   reader. If an input is to have memory at the end, it gets it where its WRITE is done.
 - It is an input that comes with memory. Then freeing it is an operation of the program, at the place where the step
   does it. Only of what the library promises to leave as it was if the step fails (parameters, buffers, optimizer

@@ -1,4 +1,4 @@
-"""Native guards in front of full comparisons, and the fast path through a usual call."""
+"""Native guards before full comparisons, and the fast path through a usual call."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 [Note: cheap and complete]
 Every call checks everything a trace depends on. Comparing thousands of values in Python costs more than many a small
-step, so native guards (`capture/native`) stand in front. They may say "perhaps changed" too often, never "unchanged"
+step, so native guards (`capture/native`) come first. They may say "perhaps changed" too often, never "unchanged"
 wrongly; what they name is compared in full, and where there are none everything is. They know:
 - Python tells of each write to a dict (3.12 on), or one that was not written has the same version number; a list and a
   closure cell hold the very objects they held;

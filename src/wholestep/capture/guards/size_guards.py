@@ -44,7 +44,7 @@ class SizedLayout:
 
 
 def any_size(description: tuple[Any, ...], dims: Collection[int]) -> tuple[Any, ...]:
-    """What `describe` gives, with -1 for the sizes that may be any: their conditions are asked behind the signature."""
+    """What `describe` gives, with -1 for the sizes that may be any: their conditions are asked after the signature."""
     shape = tuple(-1 if dim in dims else size for dim, size in enumerate(description[_SHAPE]))
     return (*description[:_SHAPE], shape, *description[_SHAPE + 1 :])
 

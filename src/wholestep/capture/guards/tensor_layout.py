@@ -13,9 +13,8 @@ from wholestep.ir.dtensor.shards import is_dtensor
 def describe(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Type, dtype, shape, strides, device, ``requires_grad``, ``is_conj`` and ``is_neg`` of a tensor; of a sharded one
     also how it is cut and the memory of its part."""
-    plain = (
-        type(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device, tensor.requires_grad,
-    )  # fmt: skip
+    strides = tensor.stride() if tensor.layout is torch.strided else (tensor.layout,)
+    plain = (type(tensor), tensor.dtype, tuple(tensor.shape), strides, tensor.device, tensor.requires_grad)
     if is_dtensor(tensor):
         local = tensor.to_local().detach()
         return (*plain, False, False, tensor.placements, tensor.device_mesh, tuple(local.shape), local.data_ptr())

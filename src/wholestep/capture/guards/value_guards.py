@@ -90,7 +90,7 @@ class MemoryGuard(Guard):
     data: tuple[int, ...]
     state: tuple[torch.Tensor, ...]
     shared: frozenset[tuple[int, int]]
-    """Pairs of what is written and what else lies there: leaves, and behind them the places in `state`."""
+    """Pairs of what is written and what else lies there: leaves, and after them the places in `state`."""
 
     def why_not(self, call: Call) -> str | None:
         if not call.leaves:  # the state alone is asked for

@@ -86,28 +86,17 @@ class AttributeAccess:
                     stack.enter_context(self._observed_class(kind))
             yield
 
-    def _note_missed(self, tensor: FakeTensor, name: str) -> None:
-        self.asks_tensors |= not library_frame(sys._getframe(2).f_code.co_filename)
-
     @contextmanager
     def _observed_class(self, kind: type) -> Iterator[None]:
         hooks = {"__getattribute__": self._read, "__setattr__": self._write, "__delattr__": self._write}
-        own = {name: vars(kind).get(name, _MISSING) for name in hooks}
-        try:
-            for name, look in hooks.items():
-                type.__setattr__(kind, name, _looking(look, _inherited(kind, name)))
-        except TypeError:  # a class of C
-            own = {}
-            tell = {key for key, one in self._known.items() if type(one.thing) is not kind}
-            self.read = {key: names for key, names in (self.read or {}).items() if key in tell}
-        try:
+        with class_observed(kind, hooks) as is_told:
+            if not is_told:
+                tell = {key for key, one in self._known.items() if type(one.thing) is not kind}
+                self.read = {key: names for key, names in (self.read or {}).items() if key in tell}
             yield
-        finally:
-            for name, item in own.items():
-                if item is _MISSING:
-                    type.__delattr__(kind, name)
-                else:
-                    type.__setattr__(kind, name, item)
+
+    def _note_missed(self, tensor: FakeTensor, name: str) -> None:
+        self.asks_tensors |= not library_frame(sys._getframe(2).f_code.co_filename)
 
     def _unwatched(self, thing: Any, name: str) -> bool:
         one = self._known.get(id(thing)) if threading.get_ident() == self._thread else None
@@ -149,6 +138,26 @@ class AttributeAccess:
         if self._unwatched(thing, name):
             self.found.add(name)
             raise AttributesFound
+
+
+@contextmanager
+def class_observed(kind: type, hooks: Mapping[str, Callable[..., None]]) -> Iterator[bool]:
+    """While open, what objects of a class are asked for and given is told first to `hooks`: functions by the names
+    ``__getattribute__``, ``__setattr__`` and ``__delattr__``. Gives whether it is; nothing is of a class of C."""
+    own = {name: vars(kind).get(name, _MISSING) for name in hooks}
+    try:
+        for name, look in hooks.items():
+            type.__setattr__(kind, name, _looking(look, _inherited(kind, name)))
+    except TypeError:
+        own = {}
+    try:
+        yield bool(own)
+    finally:
+        for name, item in own.items():
+            if item is _MISSING:
+                type.__delattr__(kind, name)
+            else:
+                type.__setattr__(kind, name, item)
 
 
 @contextmanager

@@ -12,8 +12,6 @@ from collections.abc import Collection, Iterable, Iterator
 from wholestep.capture.python.class_attributes import NOT_IN_A_STEP, functions_in
 from wholestep.capture.python.code_owner import Owner, owner_of_class
 
-SEES_ALL: tuple[types.BuiltinFunctionType, ...] = (eval, exec, globals)  # type: ignore[assignment]
-"""What is built in and gives a step names that stand nowhere in its code."""
 FUNCTION_PARTS = ("__code__", "__defaults__", "__kwdefaults__")
 """What a function has besides its globals and its closure, and may be given anew: a notebook that loads a changed file
 again gives functions of it their new code."""
@@ -77,12 +75,3 @@ def imported(code: types.CodeType) -> Iterator[str]:
     """Names of the modules that code imports while it runs."""
     if any(one.opname == "IMPORT_NAME" for one in dis.get_instructions(code)):
         yield from (one.argval for one in dis.get_instructions(code) if one.opname == "IMPORT_NAME")
-
-
-def sees_all(function: types.FunctionType) -> Iterator[types.BuiltinFunctionType]:
-    """Those of `SEES_ALL` that a function calls."""
-    wanted = {one.__name__: one for one in SEES_ALL if one.__name__ not in function.__globals__}
-    for code in codes(function.__code__):
-        if not wanted.keys().isdisjoint(code.co_names):
-            loads = {one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-            yield from (wanted[name] for name in wanted.keys() & loads)

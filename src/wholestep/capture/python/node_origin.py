@@ -97,7 +97,7 @@ class OriginRecorder:
         return None
 
     def _closure(self, opt: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure in the regions that it has. Which parameters have gradients is known behind it."""
+        """The closure in the regions that it has. Which parameters have gradients is known after it."""
 
         def run() -> Any:
             self._region = Region.OTHER

@@ -37,7 +37,7 @@ _REMEDIES = {
 }
 """What helps where a part of torch looks at a value, by a piece of its file's name."""
 _OF_TORCH = {
-    "through example input": "The backward goes on behind a tensor that was computed outside of the step. Compute it "
+    "through example input": "The backward goes on beyond a tensor that was computed outside of the step. Compute it "
     "in the step, or pass its detach(), take the gradient with torch.autograd.grad and return it.",
     "Couldn't swap": "The step converts or moves parameters here. Do it before the step, once.",
 }

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.utils import _pytree as pytree
 
 from wholestep.capture.python import tree_util
 from wholestep.capture.python.snapshot import SCALARS
@@ -127,15 +126,17 @@ class Arguments:
         return self._rebuilt(leaves)
 
     def _rebuilt(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with other leaves. Those in which none moves are the very objects."""
+        """The arguments with other leaves. Those in which none moves, and that share no object, are the very ones."""
         first, parts = 0, []
         positional, named = self.spec.children()
-        for child, thing in zip((*positional.children(), *named.children()), self._given(named), strict=True):
+        args, kwargs = tree_util.unflatten(leaves, self.spec) if self._varying else (self.args, self.kwargs)
+        shares = bool(self._varying) and tree_util.refers(self.spec)
+        made = (*args, *(kwargs[name] for name in named.context))
+        specs = (*positional.children(), *named.children())
+        for child, thing, other in zip(specs, self._given(named), made, strict=True):
             own = range(first, first + child.num_leaves)
             first += child.num_leaves
-            parts.append(
-                pytree.tree_unflatten([leaves[leaf] for leaf in own], child) if self._any_varies(own) else thing
-            )
+            parts.append(other if shares or self._any_varies(own) else thing)
         return tuple(parts[: len(self.args)]), dict(zip(named.context, parts[len(self.args) :], strict=True))
 
     def _given(self, named: tree_util.TreeSpec) -> Iterator[Any]:

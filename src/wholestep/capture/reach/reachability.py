@@ -58,7 +58,7 @@ from wholestep.capture.reach import grad_scaler, library_globals, module_hooks, 
 from wholestep.capture.reach.arguments import holders
 from wholestep.capture.reach.reachable import Reachable
 from wholestep.capture.reach.unwrap_compiled import is_compiled
-from wholestep.capture.reach.watched_names import SCHEDULERS, HiddenThings, WatchedNames, behind_proxy
+from wholestep.capture.reach.watched_names import SCHEDULERS, HiddenThings, WatchedNames
 from wholestep.capture.scalars import hyperparameters
 from wholestep.capture.wrappers import ddp, fully_shard_hooks, fully_shard_settings
 from wholestep.util.gradient_node import is_leaf
@@ -94,7 +94,7 @@ class Walker:
 
     def visit(self, name: str, thing: Any, depth: int = 0) -> None:
         """Walks to one reachable thing, once: the first handler of `HANDLERS` whose type it has does the rest."""
-        thing = behind_proxy(thing)
+        thing = tree_util.behind_proxy(thing)
         if isinstance(thing, type) and not is_library_class(thing):
             self._classes.add(thing)
         has_attributes = own_dict(thing) is not None
@@ -268,8 +268,6 @@ class Walker:
         for key, item in list(vars(function).items()):
             self.visit(f"{name}.{key}", item, depth + 1)
         self.reachable.add_code(function)
-        for one in code_names.sees_all(function):
-            self._hidden.add(one.__name__, one, "which reads what no code names")
         self._names |= {n for code in code_names.codes(function.__code__) for n in code_names.names(code)}
         used = tuple(sorted(n for n in code_names.globals_of(function) if not n.startswith("__")))
         if used:

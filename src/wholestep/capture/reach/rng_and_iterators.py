@@ -18,9 +18,10 @@ import secrets
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -34,6 +35,7 @@ from wholestep.capture.python.code_lines import user_of
 from wholestep.capture.python.tracing_thread import on_this_thread
 from wholestep.errors import CaptureError
 from wholestep.ir import node_meta
+from wholestep.ir.ops import rng_state
 
 KINDS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 """Types of generators."""
@@ -272,4 +274,28 @@ def kept_iterators(known: Mapping[int, str]) -> Iterator[None]:
         return original(iterator, *default)
 
     with patch.object(builtins, "next", on_this_thread(refusing, original)):
+        yield
+
+
+@contextmanager
+def traced_generator() -> Iterator[None]:
+    """While open, ``torch.get_rng_state`` and ``set_rng_state`` (CPU and CUDA) are operations of the graph, for the
+    thread that opened it."""
+
+    def name(device: Any) -> str:
+        return f"cuda:{device}" if isinstance(device, int) else str(device)
+
+    on_cpu: dict[str, Callable[..., Any]] = {
+        "get_rng_state": lambda: rng_state.GET("cpu"),
+        "set_rng_state": lambda new_state: rng_state.SET(new_state, "cpu"),
+    }
+    on_gpu: dict[str, Callable[..., Any]] = {
+        "get_rng_state": lambda device="cuda": rng_state.GET(name(device)),
+        "set_rng_state": lambda new_state, device="cuda": rng_state.SET(new_state, name(device)),
+    }
+    with ExitStack() as stack:
+        for modules, functions in (((torch, torch.random), on_cpu), ((torch.cuda, torch.cuda.random), on_gpu)):
+            for module, (key, function) in product(modules, functions.items()):
+                traced = on_this_thread(function, getattr(module, key))
+                stack.enter_context(patch.object(module, key, traced))
         yield

@@ -1,7 +1,7 @@
 """The inputs of a trace, a row each: where it comes from, what it is called, and the tensor behind it.
 
 Their order is decided here and nowhere else: the state, the numbers of parameter groups, the tensors of the arguments.
-Behind them a trace has the numbers of this rank in its groups.
+After them a trace has the numbers of this rank in its groups.
 """
 
 from __future__ import annotations
@@ -70,6 +70,13 @@ class StateView:
         return tensor.detach().as_strided(self.shape, self.stride, int(tensor.storage_offset()) + self.offset)
 
 
+@dataclass(frozen=True, slots=True)
+class ArgumentRef:
+    """A leaf of the result that is an argument to which the step has written, by its number among those of the user."""
+
+    number: int
+
+
 InputSource = StateSource | EntryGradSource | HyperparameterSource | ArgumentSource | RankSource
 
 
@@ -117,7 +124,7 @@ def traced_inputs(
 def shown_state(state: TrainState, boxes: Collection[int], *, parts: bool) -> dict[int, torch.Tensor]:
     """By slot the tensors of which a result may be a view. `boxes`: ids of those that are ours, and hold numbers.
 
-    A gradient may be another one behind the call, and a shard has no whole tensor to show.
+    A gradient may be another one after the call, and a shard has no whole tensor to show.
     """
     slots = (
         (n, seen(slot.tensor, parts=parts)) for n, slot in enumerate(state.slots) if slot.kind is not InputKind.GRAD

@@ -20,7 +20,7 @@ from wholestep.capture.python.tracing_thread import on_this_thread
 from wholestep.capture.python.user_frame import current_line
 from wholestep.capture.reach.reachable import Reachable
 from wholestep.capture.wrappers import tensor_parallel
-from wholestep.errors import CaptureError, HyperparameterError
+from wholestep.errors import CaptureError, HyperparameterError, LazyParameterError
 from wholestep.ir.dtensor.layouts import place_zeros
 from wholestep.ir.dtensor.shards import is_dtensor
 from wholestep.ir.program import InputKind
@@ -108,7 +108,7 @@ class Address:
 def collect(found: Reachable) -> TrainState:
     """Gives all tensors that outlive a call a name and a fixed order.
 
-    Raises CaptureError for parameters without a shape.
+    Raises LazyParameterError for parameters without a shape.
     """
     state = TrainState(optimizers=[_named(opt) for opt in found.optimizers.values()])
     single = len(found.modules) == 1
@@ -152,7 +152,7 @@ def parallel_parameters(found: Reachable, state: TrainState) -> list[str]:
 def _refuse_lazy(state: TrainState) -> None:
     for slot in state.slots:
         if nn.parameter.is_lazy(slot.tensor):
-            raise CaptureError(
+            raise LazyParameterError(
                 f"{slot.name} has no shape yet: it belongs to a lazy module, which makes its parameters in the first "
                 f"forward. Call the model once on a batch, under torch.no_grad(), before the step."
             )
@@ -265,7 +265,7 @@ class LazyState:
     def watched(self) -> Iterator[None]:
         """While open, the state of an optimizer is what it would be without `created`, to who looks at it.
 
-        A step makes state in ``_init_group``, behind the closure that it is given, of parameters with gradients. That
+        A step makes state in ``_init_group``, after the closure that it is given, of parameters with gradients. That
         of others is put aside then, and is there again afterwards. Raises CaptureError where someone looks earlier, or
         where a second step would make what the first one did not.
         """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -106,13 +105,3 @@ class HiddenThings:
             yield
         finally:
             self._attribute = None
-
-
-def behind_proxy(thing: Any) -> Any:
-    """The object for which a ``weakref.proxy`` stands, None once it is gone. What is no proxy itself."""
-    if type(thing) not in weakref.ProxyTypes:
-        return thing
-    try:
-        return thing.__sizeof__.__self__  # a proxy takes methods from the object
-    except ReferenceError:
-        return None

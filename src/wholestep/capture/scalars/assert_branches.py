@@ -47,7 +47,7 @@ def asserted_branch_at(frame: FrameType | None) -> AssertedBranch | None:
         library_frame(frame.f_code.co_filename) and not any(part in _slashed(frame) for part in _MAY_ASK)
     ):
         return None
-    # The jump that asks has the position of the whole statement in Python 3.11; what it asks about stands in front.
+    # The jump that asks has the position of the whole statement in Python 3.11; what it asks about stands before it.
     position = next(islice(frame.f_code.co_positions(), max(frame.f_lasti // 2 - 1, 0), None), None)
     found = position and _deciding(_source(frame), position)
     if not found:

@@ -292,7 +292,7 @@ def _asking() -> FrameType | None:
 def kernels_branch(numbers: Mapping[Any, float]) -> Iterator[None]:
     """While open, branches of fake kernels on symbols go as for these numbers: shapes and types do not depend on it.
 
-    ``sub`` asks whether its `alpha` is 1. For behind the trace, when Python has asked all that it asks.
+    ``sub`` asks whether its `alpha` is 1. For after the trace, when Python has asked all that it asks.
     """
     original: Callable[[Any], bool] = torch.SymBool.__bool__
 

@@ -101,7 +101,7 @@ def _is_drawn(node: fx.Node) -> bool:
 def is_written(node: fx.Node, before: fx.Node | None = None) -> bool:
     """Whether the graph as it is so far writes to the memory of a node, through whatever view of it.
 
-    With `before`, only what stands in front of that node counts.
+    With `before`, only what stands before that node counts.
     """
     for user in node.users:
         if before is not None and not user < before:

@@ -17,7 +17,7 @@ import torch
 
 _POINTER_BYTES = ctypes.sizeof(ctypes.c_void_p)
 _AS_SEQUENCE = object.__basicsize__ + 11 * _POINTER_BYTES
-"""Where a type has the address of its methods as a sequence: behind its size and ten other fields."""
+"""Where a type has the address of its methods as a sequence: after its size and ten other fields."""
 _ITEM = 3 * _POINTER_BYTES
 """Where those have the one that gives an item."""
 

@@ -21,7 +21,7 @@ _SIZE = torch.ops.aten.sym_size.int
 
 
 def emit_promises(graph: fx.Graph, env: SizeEnv) -> int:
-    """Puts a call of `CHECK` behind the sizes of each promise. Gives how many.
+    """Puts a call of `CHECK` after the sizes of each promise. Gives how many.
 
     Raises CaptureError for one about a size that no tensor of the graph has.
     """

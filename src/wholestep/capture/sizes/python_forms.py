@@ -141,7 +141,7 @@ class PythonForms:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While open, C++ that asks for sizes inside of `describe` is stopped."""
+        """While open, C++ that asks for sizes inside of `describe` is stopped, and torch logs nothing of that."""
         handlers: dict[Any, Callable[[Any], Any]] = fake_tensor._DISPATCH_META_HANDLERS
 
         def asked(answer: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -152,8 +152,15 @@ class PythonForms:
 
             return numbers
 
-        with patch.dict(handlers, {one: asked(handlers[one]) for one in _SIZES if one in handlers}):
-            yield
+        def is_unexpected(record: object) -> bool:
+            return self._begun is None
+
+        fake_tensor.log.addFilter(is_unexpected)
+        try:
+            with patch.dict(handlers, {one: asked(handlers[one]) for one in _SIZES if one in handlers}):
+                yield
+        finally:
+            fake_tensor.log.removeFilter(is_unexpected)
 
     @contextmanager
     def composing(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import BuiltinImporter, FileFinder
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -40,6 +40,10 @@ from wholestep.util.gc_pause import gc_paused
 
 _PYTHONS = random.random.__self__  # type: ignore[attr-defined]
 """The generator behind the functions of `random`."""
+
+
+_SEES_ALL = frozenset({eval, exec, globals})
+"""What is built in and gives code names that stand nowhere in it. Libraries call them on text of their own."""
 
 
 class OutsideEffect(CaptureError):
@@ -77,7 +81,8 @@ def calls_watched(reachable: Reachable) -> Iterator[None]:
         raise watch.found[0]
     if keeps:
         raise OutsideEffect(
-            "The step takes a lock and keeps it. It would do so once, while capturing, and never again."
+            "The step takes a lock and keeps it, or waits for one that another thread opens. It would do so once, "
+            "while capturing, and never again."
         )
 
 
@@ -117,6 +122,15 @@ class _Watch:
         if isinstance(owner, LOCKS):
             self.locks.note(function)
             return False
+        if function in _SEES_ALL:
+            file = frame.f_code.co_filename
+            is_of_user = owner_of_file(file) is Owner.USER and not file.startswith("<frozen")
+            if is_of_user and threading.get_ident() == self._thread:
+                self._refuse(
+                    f"The step calls {function.__name__} at {current_line()}, which reaches what no code names. Nobody "
+                    f"sees whether that changes between calls. Do it outside of the step."
+                )
+            return False
         is_generator = isinstance(owner, (random.Random, torch.Generator))
         kind = kind_of(function)
         if not is_generator and kind is Kind.NOTHING:
@@ -127,7 +141,10 @@ class _Watch:
             return False
         if not is_generator and (frame.f_code.co_filename in _TRANSPARENT or self._is_looked_at(function, kind)):
             return False
-        self.found.append(OutsideEffect(_sentence(function, self._generators.get(id(owner), ""))))
+        self._refuse(_sentence(function, self._generators.get(id(owner), "")))
+
+    def _refuse(self, sentence: str) -> NoReturn:
+        self.found.append(OutsideEffect(sentence))
         raise self.found[-1]
 
     def _is_looked_at(self, function: Any, kind: Kind) -> bool:

@@ -12,7 +12,7 @@ describes them for bfloat16 alone, and without that in a build for CPUs; the ker
 Memory of the host has one device: kernels take "cpu:1", and what they give is on "cpu".
 
 Kernels over lists count what they write; their descriptions do not, and those of fused optimizers count nothing, as
-their kernels. A number that was read of a fake tensor is remembered until its counter moves, so `.item()` behind a
+their kernels. A number that was read of a fake tensor is remembered until its counter moves, so `.item()` after a
 second update gave the number of the first.
 """
 

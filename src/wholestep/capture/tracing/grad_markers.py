@@ -3,7 +3,7 @@
 [Note: hooks of the user and the marker]
 DistributedDataParallel reduces a gradient after the post-accumulate hooks of its parameter have run, so such
 hooks see the local gradient, and what they leave is reduced (measured on torch 2.11 and 2.13). The marker
-therefore comes behind them. A hook that leaves no gradient has used it up, as an optimizer that steps inside
+therefore comes after them. A hook that leaves no gradient has used it up, as an optimizer that steps inside
 of the backward does; there DistributedDataParallel would train every rank on its own data in silence. So the
 gradient is marked before the hooks too, and this first marker is withdrawn when they leave a gradient.
 

@@ -1,4 +1,4 @@
-"""Parameters that a step makes and returns: they leave the graph as tensors and are Parameters again behind it."""
+"""Parameters that a step makes and returns: they leave the graph as tensors and are Parameters again after it."""
 
 from __future__ import annotations
 

@@ -23,10 +23,11 @@ from wholestep.capture.functionalize.version_counters import VersionRecorder
 from wholestep.capture.python.node_origin import OriginRecorder
 from wholestep.capture.python.tracing_thread import capture_flag, on_this_thread
 from wholestep.capture.python.user_frame import current_line
+from wholestep.capture.reach.rng_and_iterators import traced_generator
 from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.reach.train_state import TrainState
 from wholestep.capture.reach.unwrap_compiled import compile_unwrapped
-from wholestep.capture.scalars.float_remainders import float_remainders
+from wholestep.capture.scalars.float_arithmetic import float_arithmetic
 from wholestep.capture.scalars.host_scalars import HostValues, host_branches
 from wholestep.capture.scalars.math_functions import symbolic_math
 from wholestep.capture.scalars.rank_symbols import RankSymbols
@@ -46,7 +47,6 @@ from wholestep.capture.wrappers.shown_shards import ShownShards
 from wholestep.capture.wrappers.sync_batch_norm import graph_batch_norms
 from wholestep.errors import CaptureError
 from wholestep.ir.dtensor.shards import is_dtensor
-from wholestep.ir.ops.rng_state import traced_generator
 from wholestep.util.gradient_node import is_leaf
 
 _optimizer_module = sys.modules[torch.optim.Optimizer.__module__]  # torch.optim hides its module of that name
@@ -170,7 +170,7 @@ def _modes(context: StepContext, recorders: Recorders) -> Iterator[AbstractConte
     yield module_to_is_identity()
     yield compile_unwrapped()
     yield symbolic_math()
-    yield float_remainders()
+    yield float_arithmetic()
     yield recorders.storages.recording()
     yield data_assignments({id(row.tensor) for row in context.traced_inputs()}, recorders.mode.raised)
     yield recorders.versions.recording()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,14 @@ from wholestep.capture.python import tree_util, user_frame
 from wholestep.capture.python.attribute_access import AttributesFound
 from wholestep.capture.python.code_lines import writer_of
 from wholestep.capture.reach.step_context import StepContext
-from wholestep.capture.reach.traced_inputs import InputSource, RankSource, TracedInput, shown_state, state_views
+from wholestep.capture.reach.traced_inputs import (
+    ArgumentRef,
+    InputSource,
+    RankSource,
+    TracedInput,
+    shown_state,
+    state_views,
+)
 from wholestep.capture.reach.train_state import Address
 from wholestep.capture.scalars.host_scalars import HostValues, predicate_graph
 from wholestep.capture.scalars.math_functions import refuse_predicates
@@ -41,7 +48,8 @@ from wholestep.ir.dtensor.shards import is_dtensor
 from wholestep.ir.dtensor.whole_fake import whole_fake
 from wholestep.ir.lazy_graph_module import unwritten
 from wholestep.ir.program import InputKind
-from wholestep.util.gradient_node import askable, is_leaf
+from wholestep.util.freed_graphs import freed_graphs
+from wholestep.util.gradient_node import askable, gradient_node, is_leaf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +70,8 @@ class _Recorded:
     predicates: tuple[fx.GraphModule, list[bool], list[str]] | None
     numbers: dict[Any, Any]
     """Symbols of host scalars, and their values at this call."""
+    kept_graph: torch.Tensor | None
+    """A result through whose graph a backward could still go."""
     versions: list[int]
     """Inputs whose version counter the step sets, in the order of the graph's last results."""
 
@@ -228,13 +238,14 @@ class Tracer:
                     slot.tensor.grad = None  # a gradient belongs to the implementation that leaves
 
     def _body(self, step: Callable[..., Any], recorded: list[_Recorded]) -> list[Any]:
-        """What make_fx traces: the step, and behind it what makes outputs of all that it leaves."""
+        """What make_fx traces: the step, and after it what makes outputs of all that it leaves."""
         varying, lifter = self._context.varying, self._context.lifter
         codes = self._context.reachable.codes
         host = self._recorders.host = HostValues.of_trace(self._known)
         torch.set_autocast_cache_enabled(self._caches_casts)  # make_fx, which sets it back, traces without
         lifter.install()
         varying.install()
+        counted = [one._version for one in self._context.user]
         places, flags = [place_of(real) for real in self._reals], TensorFlags(self._state.slots, codes)
         args, kwargs = self._context.arguments.traced()
         arguments = self._arguments = ArgumentWrites(args, kwargs, codes)
@@ -265,6 +276,9 @@ class Tracer:
         traced = (torch.Tensor, torch.SymFloat, torch.SymInt, torch.SymBool)
         views = state_views(leaves, self._shown, self._state.index)
         leaves = [views.get(place, leaf) for place, leaf in enumerate(leaves)]
+        user = enumerate(zip(self._context.user, counted, strict=True))
+        written = {id(one): ArgumentRef(number) for number, (one, before) in user if one._version != before}
+        leaves = [written.get(id(leaf), leaf) for leaf in leaves]
         held = [not isinstance(leaf, traced) or id(leaf) in self._state.index for leaf in leaves]
         outputs: list[Any] = [None if is_held else leaf for leaf, is_held in zip(leaves, held, strict=True)]
         new_grads, kept_grads = self._gradients()
@@ -276,7 +290,7 @@ class Tracer:
                 result_spec=spec,
                 results=[leaf if is_held else None for leaf, is_held in zip(leaves, held, strict=True)],
                 grads=list(new_grads), kept_grads=kept_grads,
-                new_state=[where for where, _ in created], versions=versions,
+                new_state=[where for where, _ in created], versions=versions, kept_graph=_kept_graph(outputs),
                 layouts=tensor_parallel.layouts(made, self._shown.values()),
                 numbers=host.symbols(), predicates=predicate_graph(host),
             )
@@ -295,12 +309,19 @@ class Tracer:
         for label, leaf in self._outside:
             if leaf.grad is not None:
                 raise CaptureError(
-                    f"The backward goes on behind {label}, which was computed outside of the step. Compute it in the "
+                    f"The backward goes on beyond {label}, which was computed outside of the step. Compute it in the "
                     f"step, or pass {label}.detach(), take the gradient with torch.autograd.grad and return it."
                 )
         grads = {self._state.index[id(slot.tensor)]: slot.tensor.grad for slot in self._state.params}
         kept = {slot for slot, grad in grads.items() if getattr(grad, ENTRY_MARK, False)}
         return {slot: grad for slot, grad in grads.items() if grad is not None and slot not in kept}, kept
+
+
+def _kept_graph(outputs: Sequence[Any]) -> torch.Tensor | None:
+    """The first of the results of which no backward has freed the graph."""
+    of_graphs = {n: one for n, one in enumerate(outputs) if isinstance(one, torch.Tensor) and gradient_node(one)}
+    freed = freed_graphs(of_graphs)
+    return next((one for number, one in of_graphs.items() if number not in freed), None)
 
 
 def _undiscovered(module: fx.GraphModule) -> list[torch.Tensor]:

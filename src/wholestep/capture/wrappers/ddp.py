@@ -1,11 +1,11 @@
 """DistributedDataParallel: what its owner set, and a forward that calls the module inside and communicates nothing.
 
 [Note: why no gradient is reduced twice]
-The reducer of a wrapper expects gradients only behind a forward that has prepared it for them. A compiled step's
-forwards do not, so the hooks that it has put on parameters return at once, and work again behind the next eager one.
+The reducer of a wrapper expects gradients only after a forward that has prepared it for them. A compiled step's
+forwards do not, so the hooks that it has put on parameters return at once, and work again after the next eager one.
 
 [Note: which gradients a wrapper reduces]
-Those of the parameters that trained when the module was wrapped, each once behind a forward of the wrapper that was not
+Those of the parameters that trained when the module was wrapped, each once after a forward of the wrapper that was not
 in ``no_sync()``. A gradient of a call of the module inside, of a second backward, or of ``torch.autograd.grad`` stays
 local, since no reducer waits for it. A step keeps the same account.
 """
@@ -199,13 +199,13 @@ def note_gradient(param: torch.Tensor) -> None:
 
 
 def note_reduced(params: frozenset[int]) -> None:
-    """The next backward to run reduces gradients of these parameters: behind it they are awaited no more."""
+    """The next backward to run reduces gradients of these parameters: after it they are awaited no more."""
     _account.awaited -= params
 
 
 @contextmanager
 def a_backward() -> Iterator[None]:
-    """Around a backward: what it reduces is awaited no more behind the outermost one."""
+    """Around a backward: what it reduces is awaited no more after the outermost one."""
     _account.backwards += 1
     try:
         yield
@@ -251,7 +251,7 @@ def _is_awaited(wrapper: DistributedDataParallel) -> bool:
 
 
 def set_awaited(wrapper: DistributedDataParallel, is_awaited: bool) -> None:
-    """Notes in a wrapper what its last forward was, as that does itself: behind one that no reduction follows, the next
+    """Notes in a wrapper what its last forward was, as that does itself: after one that no reduction follows, the next
     one gives buffers no values of the first rank."""
     setattr(wrapper, FORWARD_KEY, is_awaited)
 
@@ -262,7 +262,7 @@ def _note_forward(wrapper: DistributedDataParallel) -> None:
 
 
 def _sync_buffers(wrapper: DistributedDataParallel) -> None:
-    """Gives buffers the values of the first rank, as a forward does behind one that a reduction follows."""
+    """Gives buffers the values of the first rank, as a forward does after one that a reduction follows."""
     group, by_dtype = wrapper.process_group, dict[torch.dtype, list[torch.Tensor]]()
     for buffer in _broadcast_buffers(wrapper):
         by_dtype.setdefault(buffer.dtype, []).append(buffer)
@@ -283,7 +283,7 @@ def silent_forwards(
     Args:
         params: ids of the parameters whose gradients the wrappers of a step reduce; see `managed`. Those of a step
             around this one stay so.
-        note: called behind a forward, with the wrapper and whether a reduction follows; see `set_awaited`.
+        note: called after a forward, with the wrapper and whether a reduction follows; see `set_awaited`.
     """
     original, awaited_last = DistributedDataParallel.forward, dict[int, bool]()
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from wholestep.ir.dtensor.shards import own_part
 
 _BEHIND = "_post_accumulate_grad_hooks"
-"""Where a tensor has its hooks behind the accumulation of its gradient."""
+"""Where a tensor has its hooks after the accumulation of its gradient."""
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
@@ -206,7 +206,7 @@ def as_of_whole_parameters(of_python: Callable[[], AbstractContextManager[None]]
     """While open, sharded modules do with their parameters what they do with whole ones.
 
     What a forward writes to gathered ones goes into the shards before the gathered ones are dropped. Hooks for
-    gradients of a parameter are called, with gradients of this rank, as under DistributedDataParallel. Hooks behind the
+    gradients of a parameter are called, with gradients of this rank, as under DistributedDataParallel. Hooks after the
     accumulation are called by torch, with reduced gradients; `of_python` is open while they are.
     """
     begin, end, reduce = FSDPParamGroup.pre_forward, FSDPParamGroup.post_forward, FSDPParamGroup.post_backward
@@ -268,7 +268,7 @@ def _write_through(one: Any) -> None:
 
 @contextmanager
 def _forwards_ended() -> Iterator[list[FSDPState]]:
-    """Behind it no module whose state is noted in the list is in a forward.
+    """After it no module whose state is noted in the list is in a forward.
 
     One whose forward has raised an error would be in it for good, and gather nothing in the next one.
     """

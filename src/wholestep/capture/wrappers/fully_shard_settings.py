@@ -73,7 +73,7 @@ def gathered_leaves(roots: Iterable[nn.Module]) -> dict[int, torch.Tensor]:
 
 
 def kept_gathered(modules: Iterable[FSDPModule]) -> dict[int, torch.Tensor | None]:
-    """By id of parameters of `modules` that torch keeps gathered behind a forward the gathered one.
+    """By id of parameters of `modules` that torch keeps gathered after a forward the gathered one.
 
     None where it is not gathered now, since another forward than torch's has run.
     """

@@ -54,7 +54,7 @@ class ShownShards:
         self._gathered.add(id(group))
 
     def forward_ends(self, group: Any) -> None:
-        """They are dropped, if the group does that behind its forward."""
+        """They are dropped, if the group does that after its forward."""
         if group._reshard_after_forward:
             self._gathered.discard(id(group))
 

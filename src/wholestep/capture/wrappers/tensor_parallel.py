@@ -3,7 +3,7 @@
 DTensor stays what it is in eager code: it turns a call on DTensors into calls on parts, and collectives between them.
 Those are what a trace records, as AOTAutograd does for tensor subclasses. So the communication of such a module is part
 of the graph, and no strategy adds any. What a step leaves as a DTensor (a gradient, state of an optimizer, a result)
-leaves the graph as this rank's part, with a `DTensorLayout` that makes a DTensor of it again behind each call.
+leaves the graph as this rank's part, with a `DTensorLayout` that makes a DTensor of it again after each call.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _symbols_forgotten() -> Iterator[None]:
     """While open, nothing is remembered of how the results of calls with symbols are placed.
 
     C++ keeps that by the arguments of calls, and compares them, symbols of other traces among them. Its cache is empty
-    in front of such a call and behind it. It may not be emptied within one, of which it holds a place.
+    before such a call and after it. It may not be emptied within one, of which it holds a place.
     """
     dispatcher: Any = DTensor._op_dispatcher
     handlers, forget = dispatcher._custom_op_handlers, torch._C._clear_DTensor_sharding_propagator_cache

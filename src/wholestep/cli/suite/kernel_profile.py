@@ -119,7 +119,7 @@ def read_trace(path: str) -> list[KernelEvent]:
 
 
 def after_marker(events: Sequence[KernelEvent]) -> list[KernelEvent]:
-    """The events that start behind the last marker; all of them where there is none."""
+    """The events that start after the last marker; all of them where there is none."""
     start_us = max((event.stop_us for event in events if MARKER in event.name.lower()), default=-math.inf)
     return [event for event in events if event.start_us >= start_us]
 

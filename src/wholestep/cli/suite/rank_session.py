@@ -38,7 +38,7 @@ from wholestep.cli.suite.workloads import training
 from wholestep.lower.kernels import copy_all_reduce
 
 BLOCK_STEPS = 10
-"""Steps of a contender before the next one takes over; each block is timed as a whole, behind one step that is not."""
+"""Steps of a contender before the next one takes over; each block is timed as a whole, after one step that is not."""
 ALONE_BLOCKS = 2
 """Blocks that a contender runs right after it was opened: so there is a time even if the run ends early."""
 PROFILED_STEPS = 5

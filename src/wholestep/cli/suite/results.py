@@ -17,7 +17,7 @@ from wholestep.cli.suite.contenders import Kind
 from wholestep.cli.suite.kernel_profile import Breakdown
 
 LOSS_STEPS = 20
-"""Steps that each contender is opened with; the loss behind the last of them is compared."""
+"""Steps that each contender is opened with; the loss after the last of them is compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class ContenderResult:
     predicted_bytes: int | None = None
     """What `explain` says of the peak, on rank 0."""
     reserved_bytes: int | None = None
-    """What was held from the device behind these steps, memory of CUDA graphs included."""
+    """What was held from the device after these steps, memory of CUDA graphs included."""
     exposed_ms: float | None = None
     """Of a step: nothing but communication runs. The largest over the ranks."""
     exposed_ms_by_rank: tuple[float, ...] = ()
@@ -99,7 +99,7 @@ class SuiteReport:
         caption = (
             f"torch {self.torch_version}, {self.date}, {self.command}. Blocks of steps in turn, the slowest rank "
             f"counts; memory is that of the contender alone; first: the first call, which compiles, with an empty "
-            f"cache; loss behind {LOSS_STEPS} steps, no further than {self.loss_tolerance:.1g} of it from eager DDP "
+            f"cache; loss after {LOSS_STEPS} steps, no further than {self.loss_tolerance:.1g} of it from eager DDP "
             "or, without that, from FSDP2."
         )
         table = Table(title=f"{self.training}: {self.nproc} x {self.device}", title_justify="left")

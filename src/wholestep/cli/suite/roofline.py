@@ -34,7 +34,7 @@ class Floors:
 
     @property
     def step_ms(self) -> float:
-        """Arithmetic and update one behind the other, messages beside them or longer."""
+        """Arithmetic and update one after the other, messages beside them or longer."""
         return max(self.compute_ms + self.update_ms, self.wire_ms)
 
     def __str__(self) -> str:

@@ -29,7 +29,7 @@ from wholestep.errors import ConfigError
 JAX_RESERVE_S = 90.0
 """What is kept of the time for each contender of JAX, which run last."""
 GRACE_S = 120.0
-"""How long the ranks may go on behind the end of their time."""
+"""How long the ranks may go on after the end of their time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +151,7 @@ def _has_jax() -> bool:
 
 
 def _jax(kind: Kind, settings: SuiteSettings, name: str, *, nproc: int, end: float) -> ContenderResult:
-    """A contender of JAX, in a process of its own behind those of torch."""
+    """A contender of JAX, in a process of its own after those of torch."""
     if not _has_jax():
         return ContenderResult(outcome="not run", note="not installed")
     if training(name).size is None:

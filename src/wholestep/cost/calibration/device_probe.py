@@ -265,7 +265,7 @@ def _pool(memory: torch.Tensor, flops: float, *shapes: Sequence[int]) -> list[tu
 
 
 def _cut(memory: torch.Tensor, count: int, *shapes: Sequence[int]) -> list[tuple[torch.Tensor, ...]]:
-    """`count` tuples of tensors of these shapes, one behind the other in `memory`; from its start again at its end."""
+    """`count` tuples of tensors of these shapes, one after the other in `memory`; from its start again at its end."""
     lengths = [math.prod(shape) for shape in shapes]
     cut, at = [], 0
     for _ in range(count):

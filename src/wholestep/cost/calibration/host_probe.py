@@ -4,7 +4,7 @@
 In a loop over one operator Python, the dispatcher and the allocator find all that they touch in the nearest cache. In a
 step thousands of different calls follow each other, and each costs up to twice as much. So the probe is a program of
 the form that steps have, rendered and run as they are: operators of all kinds in turn on small tensors of their own, a
-name deleted behind its last reader, and before each line two looks at the clock, the second of which says what looking
+name deleted after its last reader, and before each line two looks at the clock, the second of which says what looking
 costs.
 """
 
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 LAYERS = 24
 """How often the program has every layer, each time with other tensors."""
 ROUNDS = 9
-"""Runs that are timed, behind one that is not."""
+"""Runs that are timed, after one that is not."""
 _CONVOLUTION = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 """Stride, padding, dilation, transposed, output padding, groups."""
 
@@ -65,7 +65,7 @@ def probe_host(device: torch.device) -> tuple[dict[str, float], float]:
 
 
 def _ticking(rendered: printer.Rendered) -> str:
-    """The text with two looks at the clock before every node, and behind the last."""
+    """The text with two looks at the clock before every node, and after the last."""
     lines = []
     for number, line in enumerate(rendered.text.splitlines(), 1):
         if number in rendered.nodes or line.startswith("    return"):

@@ -141,7 +141,7 @@ class _Clock:
         return self.slowest(self._each_us(call, max(FEWEST_CALLS, min(MOST_CALLS, int(BUDGET_US / first_us)))))
 
     def slowest(self, us: float) -> float:
-        """The largest of what the ranks measured. Behind it all ranks go on at once."""
+        """The largest of what the ranks measured. After it all ranks go on at once."""
         found = torch.tensor([us], dtype=torch.float64, device=self.device)
         return float(c10d.wait_tensor.default(c10d.all_reduce.default(found, "max", self.group)))
 

@@ -2,7 +2,7 @@
 
 [Note: padded shards]
 A graph has the same shapes on every rank, so shards are padded at their end to the length of the first one. The padding
-lies behind the rank's own values in the same memory: the DTensor's local tensor is a view of the padded shard. Memory
+lies after the rank's own values in the same memory: the DTensor's local tensor is a view of the padded shard. Memory
 of `fully_shard` has room for it already; a local tensor that has none is moved once.
 """
 

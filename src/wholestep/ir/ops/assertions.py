@@ -1,7 +1,7 @@
 """Assertions in a graph: errors that the user's code raises for values, raised as it runs.
 
 ``if labels.max() >= vocab: raise ValueError(...)`` is traced as the branch that raises nothing, and a call of `CHECK`,
-which has no result and stays where it is. It stands in front of every write to what the step was given.
+which has no result and stays where it is. It stands before every write to what the step was given.
 """
 
 from __future__ import annotations

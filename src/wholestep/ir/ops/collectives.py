@@ -1,6 +1,6 @@
 """Collectives for which torch has no functional operator, and process groups by name.
 
-They look like torch's functional collectives: what they return may be read behind a wait, they write to nothing
+They look like torch's functional collectives: what they return may be read after a wait, they write to nothing
 they are given, and the last argument is the name of a process group. Their arithmetic is that of the eager call.
 What only some ranks hold does not change the text: `reduce` and `gather` give a value on every rank, which means
 nothing away from the root, and `scatter` takes an empty list there.

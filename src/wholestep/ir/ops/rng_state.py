@@ -7,10 +7,9 @@ that happens once, while tracing, and every replay would draw different masks in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
@@ -81,27 +80,3 @@ def _fake_set(state: torch.Tensor, device: str) -> None:
 
 for _op in (GET, SET):
     torch.fx.node.has_side_effect(_op)  # else the trace itself would drop a set that nobody reads
-
-
-@contextmanager
-def traced_generator() -> Iterator[None]:
-    """While open, ``torch.get_rng_state`` and ``set_rng_state`` (CPU and CUDA) are operations of the graph."""
-    get, set_ = torch.ops.wholestep.rng_get, torch.ops.wholestep.rng_set
-
-    def cuda_name(device: Any = "cuda") -> str:
-        if isinstance(device, int):
-            return f"cuda:{device}"
-        return str(device)
-
-    with ExitStack() as stack:
-        for module in (torch, torch.random):
-            stack.enter_context(patch.object(module, "get_rng_state", lambda: get("cpu")))
-            stack.enter_context(patch.object(module, "set_rng_state", lambda new_state: set_(new_state, "cpu")))
-        for module in (torch.cuda, torch.cuda.random):
-            stack.enter_context(patch.object(module, "get_rng_state", lambda device="cuda": get(cuda_name(device))))
-            stack.enter_context(
-                patch.object(
-                    module, "set_rng_state", lambda new_state, device="cuda": set_(new_state, cuda_name(device))
-                )
-            )
-        yield

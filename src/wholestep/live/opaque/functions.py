@@ -42,6 +42,7 @@ def _wanted() -> Iterator[tuple[types.FunctionType, Callable[[Any], Any]]]:
         step = cls.__dict__.get("step")
         if isinstance(step, types.FunctionType) and _is_of_torch(step):
             yield step, _step
+    yield _plain(nn.Module.__init__), _module_made
     yield _plain(nn.Module.__call__), _module
     yield _plain(Optimizer.zero_grad), _zero_grad_of_optimizer
     yield _plain(nn.Module.zero_grad), _zero_grad_of_module
@@ -170,6 +171,16 @@ def _module(plain: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _module_made(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        run = CURRENT.run
+        if run is not None:
+            run.note_made(self)
+        plain(self, *args, **kwargs)
+
+    return init
+
+
 def _parameter(plain: Callable[..., Any]) -> Callable[..., Any]:
     def make(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
         run = CURRENT.run
@@ -201,10 +212,15 @@ def _block_ended(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _apply(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def apply(*args: Any, **kwargs: Any) -> Any:
+    def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
         run = CURRENT.run
         if run is None:
-            return plain(*args, **kwargs)
-        return run.unrecorded(plain, args, kwargs, f"{args[0].__name__} is an autograd.Function")
+            return plain(function, *args, **kwargs)
+
+        def at_once(call: nn.Module | None, *args: Any, **kwargs: Any) -> Any:
+            return run.unrecorded(plain, (function, *args), kwargs, f"{function.__name__} is an autograd.Function")
+
+        call = run.call_of(function)
+        return at_once(None, *args, **kwargs) if call is None else run.called_module(at_once, call, args, kwargs)
 
     return apply

@@ -42,6 +42,23 @@ MAX_STATES = 4
 """States of one module that are traced. One that meets more of them is open: it changes too often."""
 
 
+class FunctionCall(nn.Module):
+    """A call of an ``autograd.Function``, so that it can be one record like that of a module."""
+
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Applies the function."""
+        return self.function.apply(*args, **kwargs)
+
+
+def _name_of(module: nn.Module) -> str:
+    """The name of its class, as messages and the source of pieces call it."""
+    return module.function.__name__ if isinstance(module, FunctionCall) else type(module).__name__
+
+
 class OpaqueModule:
     """A module in one state of everything that its Python reads. Called, it is the module."""
 
@@ -50,6 +67,7 @@ class OpaqueModule:
         no reason."""
         self.module = module
         self._guards, self._sizes = captured.guards, ModuleSizes(captured, leaves)
+        self._kinds = (torch.is_grad_enabled(), *map(_kind, leaves))
         sources = zip(captured.spec.inputs, captured.binding.tensors, strict=True)
         used = [(one.slot, it) for one, it in sources if isinstance(one, StateSource) and isinstance(it, torch.Tensor)]
         own = chain(module.parameters(), module.buffers(), (tensor for _, tensor in used))
@@ -63,8 +81,8 @@ class OpaqueModule:
 
     @property
     def __name__(self) -> str:
-        """The name of its class, as messages and the source of pieces call it."""
-        return type(self.module).__name__
+        """The name of its class."""
+        return _name_of(self.module)
 
     def places_from(self, start: int) -> dict[int, int]:
         """By id of its tensors their numbers, where the first one has number `start`. Not to be written to: it is kept,
@@ -103,7 +121,8 @@ class OpaqueModule:
 
         Records of both are of the same call then. False, and nothing is taken, where it is something else.
         """
-        is_wider = self.is_as_it_was() and self.ids == other.ids and other._sizes.covers(self._sizes)
+        is_same = self._kinds == other._kinds and self.is_as_it_was() and self.ids == other.ids
+        is_wider = is_same and other._sizes.covers(self._sizes)
         if is_wider:
             self._guards, self._sizes = other._guards, other._sizes
         return is_wider
@@ -132,7 +151,7 @@ class OpaqueModule:
 
 @dataclass(frozen=True, slots=True)
 class OpenModule:
-    """A module whose Python runs at once, and whole: what it gathers for its time is gone behind it."""
+    """A module whose Python runs at once, and whole: what it gathers for its time is gone after it."""
 
     module: nn.Module
 
@@ -165,12 +184,24 @@ class OpaqueModules:
 
     def __init__(self) -> None:
         self._known: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
+        self._functions: dict[tuple[str, str], FunctionCall | None] = {}
+        """By module and name. None for one that is another class each time: the step makes it."""
 
     @property
     def open(self) -> dict[str, str]:
         """Why modules are open, by the names of their classes."""
-        rows = ((type(one).__name__, known) for one, known in self._known.items())
+        rows = ((_name_of(one), known) for one, known in self._known.items())
         return {name: known.why_open for name, known in rows if known.why_open and not known.is_small}
+
+    def call_of(self, function: type[torch.autograd.Function]) -> FunctionCall | None:
+        """The module that calls a function; None if the step makes the function itself."""
+        key = (function.__module__, function.__qualname__)
+        call = self._functions.get(key)
+        if key not in self._functions:
+            call = self._functions[key] = FunctionCall(function)
+        elif call is not None and call.function is not function:
+            call = self._functions[key] = None
+        return call
 
     def reopen(self, module: nn.Module, why: str) -> None:
         """Has a module run its Python from now on."""
@@ -227,10 +258,15 @@ class OpaqueModules:
         return captured
 
 
+def _kind(leaf: Any) -> Any:
+    """What else than its sizes guards compare of an argument. Calls of two kinds by turns are two states."""
+    return (leaf.dtype, leaf.device, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else type(leaf)
+
+
 def _why_not_worth(module: nn.Module) -> str:
     if any(isinstance(one, DistributedDataParallel) for one in module.modules()):
         return "its forward says whether gradients are reduced, and the module inside is looked at"
-    if is_fully_sharded(module):
+    if is_fully_sharded(module) or isinstance(module, FunctionCall):
         return ""
     if not module._modules and is_library_class(type(module)):
         return "it is a layer of a library"

@@ -1,4 +1,4 @@
-"""Forwards that can run again: with their graph, where Python needs it behind a value that it has asked for.
+"""Forwards that can run again: with their graph, where Python needs it after a value that it has asked for.
 
 [Note: a forward that runs again]
 A value may be asked for between forward and backward, and decide what comes next: an assignment by scipy, an action of
@@ -67,7 +67,7 @@ class Before:
                     self._written[memory._cdata] = (memory, memory.clone())
 
     def hold(self, record: Record, since: int, tensors: TensorTable) -> None:
-        """Keeps what a record is given by those in front of `since` until it may have run again."""
+        """Keeps what a record is given by those before `since` until it may have run again."""
         earlier = ((one.key, one.detail) for one in record.operands if one.kind == VALUE and one.key < since)
         self._given.extend(map(tensors.if_alive, earlier))
 
@@ -94,7 +94,7 @@ class Forward:
     path: Path
     before: Before = field(default_factory=Before)
     _after: States = ()
-    """Where the generators stood behind them."""
+    """Where the generators stood after them."""
 
     def take(self, records: Iterable[Record], path: Path, tensors: TensorTable) -> None:
         """Takes up records of a path that are about to run, too."""
@@ -107,7 +107,7 @@ class Forward:
             self._after = self.before.states()
 
     def draws_go_on(self, records: Iterable[Record]) -> bool:
-        """Whether records behind these draw, if they do, the numbers that come right behind those of these."""
+        """Whether records after these draw, if they do, the numbers that come right after those of these."""
         if not any(record.drawn for record in records):
             return True
         return all(torch.equal(one.get_state(), state) for one, state in self._after)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,13 +17,13 @@ from wholestep.ir.dtensor.shards import is_sharded
 from wholestep.live.opaque.functions import acts_on_parameters
 from wholestep.live.opaque.modules import OpaqueModule
 from wholestep.live.pieces.tensors import TensorTable
-from wholestep.live.recording.freed_graphs import freed_graphs
 from wholestep.live.recording.handle import Handle, execute
 from wholestep.live.recording.observer import Observer
 from wholestep.live.recording.path import BACKWARDS
-from wholestep.live.recording.record import Key, Operand, OutputMeta, Record, Value, is_constant, name_of
+from wholestep.live.recording.record import VALUE, Key, Operand, OutputMeta, Record, Value, is_constant, name_of
 from wholestep.live.recording.snapshot import OptimizerSnapshot
 from wholestep.live.recording.structure import LEAF, Structure, flatten
+from wholestep.util.freed_graphs import freed_graphs
 from wholestep.util.gradient_node import gradient_node, is_leaf
 
 
@@ -33,7 +33,9 @@ class Observation:
 
     result: Any
     results: list[Any]
-    """The leaves of it."""
+    """The leaves of it, then arguments and other tensors that are in a graph since then and none of these."""
+    known_as: list[Value | None]
+    """The values that they were before."""
     structure: Structure
     reads: bool
     """Whether it gave something else than plain tensors of known shapes."""
@@ -41,51 +43,73 @@ class Observation:
     """The generators of which it has drawn."""
     is_pointwise: bool
     joined: list[torch.Tensor]
-    """Arguments that it has written to and returned, and that are in a graph since then."""
+    """Arguments that it has written to, and that are in a graph since then."""
+    joins: tuple[int, ...]
+    """Leaves of those that it has not returned."""
+    brought: list[torch.Tensor]
+    """Tensors that are none of its arguments, on the memory of those, and in a graph since then."""
     changes_kind: bool
-    """Whether another argument has another shape or type behind it, or is in a graph."""
+    """Whether an argument has another shape or type after it."""
     written: list[torch.Tensor]
     """Arguments that it has written to."""
     writes_to: tuple[Operand, ...]
     """All that the run knows on the memory of those."""
     writes_grads: bool
-    """Whether arguments have other gradients behind it, or what it has written to is on the memory of gradients."""
+    """Whether arguments have other gradients after it, or what it has written to is on the memory of gradients."""
     frees: frozenset[Value]
-    """Of a backward: the values that somebody holds and whose graph is freed behind it."""
+    """Of a backward: the values that somebody holds and whose graph is freed after it."""
     reduces: frozenset[int]
     """Of a backward: ids of the parameters whose gradients wrappers have reduced in it."""
     state: OptimizerSnapshot | None
-    """Of the optimizer that it has stepped, behind the step."""
+    """Of the optimizer that it has stepped, after the step."""
 
     def record(self, key: Key, leaves: Sequence[Any], line: str, num_externals: int) -> Record:
         """The record of the call, made with these leaves of arguments at a line of the user's."""
+        metas = [
+            None if one is None else OutputMeta.of(one, leaves, self.joined, known)
+            for one, known in zip(self.results, self.known_as, strict=True)
+        ]
+        first = len(metas) - len(self.brought)
+        brings = tuple(known for known in self.known_as[first:] if known is not None)
         return Record(
-            key, tuple(None if one is None else OutputMeta.of(one, leaves, self.joined) for one in self.results),
+            key, (*metas[:first], *(one and replace(one, views=None, again=None) for one in metas[first:])),
             self.structure, drawn=self.drawn, line=line,
             state_entries=0 if self.state is None else self.state.num_entries,
             writes=tuple(number for number, leaf in enumerate(leaves) if any(leaf is one for one in self.written)),
             writes_to=self.writes_to, writes_grads=self.writes_grads, frees=self.frees,
-            reduces=self.reduces, num_externals=num_externals, is_pointwise=self.is_pointwise,
+            reduces=self.reduces, joins=self.joins, brings=brings, num_externals=num_externals,
+            is_pointwise=self.is_pointwise,
         )  # fmt: skip
 
 
 def observe(
-    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any], tensors: TensorTable
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    leaves: Sequence[Any],
+    earlier: tuple[TensorTable, Sequence[Record]],
 ) -> Observation:
-    """Executes a call with these leaves of arguments, in a run with these tensors."""
+    """Executes a call with these leaves of arguments. `earlier`: tensors and records of the run so far."""
+    tensors, records = earlier
     observer, kinds, contents, grads = Observer(), _kinds(leaves), _contents(leaves), _grads(leaves)
     optimizer, awaited = next((leaf for leaf in leaves if isinstance(leaf, Optimizer)), None), ddp.awaited()
     with observer if optimizer is None else nullcontext():  # optimizers of torch read numbers of their own
         result = execute(function, args, kwargs)
-    results, structure = flat_result(function, result)
-    joined = [leaf for leaf, kind in kinds if _has_joined(leaf, kind) and _is_in(leaf, results)]
+    returned, structure = flat_result(function, result)
+    joined = [leaf for leaf, kind in kinds if _has_joined(leaf, kind)]
+    joins = tuple(n for n, leaf in enumerate(leaves) if _is_in(leaf, joined) and not _is_in(leaf, returned))
     written = [leaf for leaf, version, values in contents if _is_written(leaf, version, values)]
+    writes_to = tensors.on_memory_of(written)
+    brought = _brought(writes_to, leaves, tensors, records) if joined else []
+    results = [*returned, *(leaves[n] for n in joins), *brought]
     return Observation(
         result=result, results=results, structure=structure,
-        reads=observer.reads or not (_has_no_dict(structure) and all(_is_plain(one, leaves) for one in results)),
-        drawn=tuple(observer.drawn), is_pointwise=observer.is_pointwise and optimizer is None, joined=joined,
+        known_as=_known_as(results, tensors, len(records)),
+        reads=observer.reads or not (_has_no_dict(structure) and all(_is_plain(one, leaves) for one in returned)),
+        drawn=tuple(observer.drawn), is_pointwise=observer.is_pointwise and optimizer is None,
+        joined=joined, joins=joins, brought=brought,
         changes_kind=any(_kind(leaf) != kind and not _is_in(leaf, joined) for leaf, kind in kinds),
-        written=written, writes_to=tensors.on_memory_of(written),
+        written=written, writes_to=writes_to,
         writes_grads=_writes_grads(function, results, grads) or tensors.is_gradient(written),
         frees=freed_graphs(tensors.alive()) if function in BACKWARDS else frozenset(),
         reduces=awaited - ddp.awaited() if function in BACKWARDS else frozenset(),
@@ -128,6 +152,32 @@ def _kind(tensor: torch.Tensor) -> Any:
 def _has_joined(tensor: torch.Tensor, kind: Any) -> bool:
     """Whether a tensor of this kind is in a graph now, and that is all."""
     return gradient_node(tensor) is not None and (*kind[:-1], kind[-1] is False) == _kind(tensor)
+
+
+def _known_as(results: Sequence[Any], tensors: TensorTable, number: int) -> list[Value | None]:
+    """The values that results were before: of earlier calls, or of this one where it gives a tensor twice."""
+    found: list[Value | None] = []
+    places: dict[int, int] = {}
+    for output, one in enumerate(results):
+        known = tensors.value_of(one) if isinstance(one, torch.Tensor) else None
+        found.append((number, places[id(one)]) if id(one) in places else known)
+        if isinstance(one, torch.Tensor):
+            places[id(one)] = output
+    return found
+
+
+def _brought(
+    writes_to: Sequence[Operand], leaves: Sequence[Any], tensors: TensorTable, records: Sequence[Record]
+) -> list[torch.Tensor]:
+    """What a call that wrote there has put into a graph, and was not given: a view brings what it views."""
+    found = []
+    for kind, key, detail in writes_to:
+        tensor = tensors.tensor_of((key, detail)) if kind == VALUE else tensors.externals[key]
+        meta = records[key].outputs[detail] if kind == VALUE else None
+        was_in_graph = meta is not None and meta.requires_grad
+        if not was_in_graph and gradient_node(tensor) is not None and not _is_in(tensor, leaves):
+            found.append(tensor)
+    return found
 
 
 def _is_in(tensor: torch.Tensor, tensors: Sequence[Any]) -> bool:
@@ -188,7 +238,7 @@ def unknown_argument(function: Any, leaves: Sequence[Any], tensors: TensorTable)
 
 
 def hooks_on_gradients(function: Any, tensors: TensorTable) -> str:
-    """Hooks are Python that runs in the backward, so it cannot run behind the step."""
+    """Hooks are Python that runs in the backward, so it cannot run after the step."""
     if function in BACKWARDS and any(one._backward_hooks or _grad_hooks(one) for one in tensors.loose):
         return "a parameter or an input has hooks on its gradient"
     return ""

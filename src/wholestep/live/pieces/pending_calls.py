@@ -63,6 +63,20 @@ class PendingCalls(RecordedCalls, ABC):
         """What has run without its graph, and may run again with a backward."""
         self._started = 0
         """Records before this one have run."""
+        self._stops = False
+
+    def stop(self, why: str) -> None:
+        """What is recorded can be no piece, nor can what comes after it."""
+        self.refused, self._stops = why, True
+        self.make_no_path(why)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the rest of this call is eager code, of which nothing is noted: there is nothing to be learned.
+
+        Not before what is recorded has run, and what Python holds has its graph.
+        """
+        return self._stops and not self.candidates
 
     @property
     def waits_for_backward(self) -> bool:
@@ -77,8 +91,11 @@ class PendingCalls(RecordedCalls, ABC):
                     self._flush(f"{why}, {why_not}")
 
     def _run_pieces(self, end: int) -> str:
-        """Runs the records in front of `end` as pieces. Returns why not; then nothing of them may have run."""
+        """Runs the records before `end` as pieces. Returns why not; then nothing of them may have run."""
         forward, span = self._forward, (self._started, end)
+        brings = any(record.brings for record in self.records[slice(*span)])
+        if brings and any(map(self.is_view_of_one_brought, self._wanted(span))):  # results do not share memory
+            return "where a view is held through which a tensor came into a graph"
         if forward is not None and self._goes_back_through(forward, span):
             return self._run_again(forward, span)
         if self._holds_graph(self._handles(end), end):
@@ -116,7 +133,7 @@ class PendingCalls(RecordedCalls, ABC):
         self.pieces.append(span)
 
     def _handles(self, end: int) -> dict[Value, torch.Tensor]:
-        """The handles of records in front of `end` that somebody holds."""
+        """The handles of records before `end` that somebody holds."""
         return {value: one for value, one in self.tensors.handles().items() if value[0] < end}
 
     def _wanted(self, span: tuple[int, int]) -> dict[Value, torch.Tensor]:
@@ -131,7 +148,7 @@ class PendingCalls(RecordedCalls, ABC):
         return dict(sorted(handles.items(), key=lambda item: item[0]))
 
     def _run_forward(self, end: int) -> str:
-        """Runs records whose graph is still needed behind them. Returns why not."""
+        """Runs records whose graph is still needed after them. Returns why not."""
         path, started = self.candidates[0], self._started
         start = 1 + max((n for n in range(started, end) if cannot_be_repeated(path.records[n])), default=started - 1)
         if start > started:  # those run first, as a piece of their own
@@ -145,7 +162,7 @@ class PendingCalls(RecordedCalls, ABC):
             elif why_not := self._run_pieces(start):
                 return why_not
         span = (start, end)
-        why_not = "a read in front of this one has run its forward"
+        why_not = "a read before this one has run its forward"
         if self._forward is None:
             why_not = self._speculate(span, self._wanted(span))
             if not why_not:
@@ -194,11 +211,11 @@ class PendingCalls(RecordedCalls, ABC):
         return any(meta is not None and meta.requires_grad for meta in metas)
 
     def _run_again(self, forward: Forward, span: tuple[int, int]) -> str:
-        """Runs a forward with the backward that has come behind it, as one piece. Returns why not."""
+        """Runs a forward with the backward that has come after it, as one piece. Returns why not."""
         self._given = [one for one in self._given if (self.tensors.value_of(one) or (-1, 0))[0] < forward.since]
         stays, records = self._holds_graph(self.tensors.alive(), span[1]), self.records[slice(*span)]
         if stays and any(map(cannot_be_repeated, records)):
-            return "where the graph is still needed behind its backward"
+            return "where the graph is still needed after its backward"
         if not forward.draws_go_on(records):
             return _DRAWN
         forward.take(records, self.candidates[0], self.tensors)
@@ -222,7 +239,7 @@ class PendingCalls(RecordedCalls, ABC):
         return results
 
     def _fulfil(self, alive: dict[Value, torch.Tensor], results: list[torch.Tensor]) -> None:
-        """Gives the handles the last of the results; a view comes behind what it is a view of."""
+        """Gives the handles the last of the results; a view comes after what it is a view of."""
         taken, made = results[len(results) - len(alive) :][::-1], dict[int, list[Any]]()
         held = list(alive.values())  # what is a view of another is made when that has been
         del results[len(results) - len(alive) :]
@@ -238,7 +255,7 @@ class PendingCalls(RecordedCalls, ABC):
         return as_eager_gives(result, meta) if view is None else view
 
     def _holds_graph(self, alive: dict[Value, torch.Tensor], end: int) -> bool:
-        """Whether somebody may still ask for gradients of records in front of `end`, through a tensor that is alive.
+        """Whether somebody may still ask for gradients of records before `end`, through a tensor that is alive.
 
         Where records before these have run, that is those of the forward that may run again.
         """
@@ -249,7 +266,7 @@ class PendingCalls(RecordedCalls, ABC):
         )
 
     def _speculate(self, span: tuple[int, int], alive: dict[Value, torch.Tensor]) -> str:
-        """Runs what is recorded and the backward behind it, whose gradients are held back. Returns why not."""
+        """Runs what is recorded and the backward after it, whose gradients are held back. Returns why not."""
         path, tensors = self.candidates[0], self.tensors
         length = tensors.length()
         plan = plan_speculation(path, *span, tensors)
@@ -283,7 +300,7 @@ class PendingCalls(RecordedCalls, ABC):
         kwargs: dict[str, Any],
         leaves: list[Any],
     ) -> Any:
-        """A record behind the read that has run already. The backward puts the gradients in place."""
+        """A record after the read that has run already. The backward puts the gradients in place."""
         number = len(self.records) - 1
         if number == speculation.plan.span[1] - 1:
             if self._agree_on_gradients is not None and not self._agree_on_gradients():
@@ -303,8 +320,10 @@ class PendingCalls(RecordedCalls, ABC):
             if meta is None or meta.alias is not None:
                 results.append(None if meta is None or meta.alias is None else leaves[meta.alias])
             else:
-                value = self._given_back((number, output), speculation.values.pop((number, output)), made)
-                results.append(self.tensors.note_value(value, (number, output)))
+                given = speculation.values.pop((number, output))
+                twice = next((results[place] for place in record.earlier_places(output, number)), None)
+                tensor = self._given_back((number, output), given, made) if twice is None else twice
+                results.append(self.tensors.note_value(tensor, (number, output)))
         return unflatten(record.output_structure, results)
 
     def _give_graphs(self) -> dict[Value, torch.Tensor]:

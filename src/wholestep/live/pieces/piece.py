@@ -36,7 +36,7 @@ class Piece:
     earlier: tuple[Value, ...]
     """Values of earlier pieces among the inputs; they come first."""
     externals: tuple[int, ...]
-    """Tensors from outside among the inputs, behind those."""
+    """Tensors from outside among the inputs, after those."""
     numbers: tuple[int, ...]
     """Floats that vary, in the order of the argument."""
     sizes: tuple[int, ...]
@@ -75,6 +75,8 @@ class _Writer:
         self._name, self._path, self._span = name, path, spec.span
         self._skipped = spec.skipped
         self._results = [_name(value) for value in spec.wanted]
+        operands = (one for record in path.records[slice(*spec.span)] for one in record.operands)
+        self._used = {*spec.wanted, *((one.key, one.detail) for one in operands if one.kind == VALUE)}
         self._earlier: dict[Value, None] = {}
         self._inputs: dict[int, None] = {}
         self._state: dict[int, int] = {}
@@ -122,7 +124,7 @@ class _Writer:
             begin += "    "
         backwards = accumulate((record.key.function in BACKWARDS for _, record in records), initial=0)
         numbered = zip(records, backwards, strict=False)
-        # What a backward reduces is awaited no more, so the modes are set anew behind it.
+        # What a backward reduces is awaited no more, so the modes are set anew after it.
         for (modes, _), group in groupby(numbered, lambda one: (one[0][1].key.modes, one[1])):
             self._lines.append(f"{begin}with modes({self._constant(modes)}):")
             for (number, record), _ in group:
@@ -147,8 +149,13 @@ class _Writer:
         call = f"{self._function(record.key.function)}({', '.join(arguments)})"
         targets = [
             _name((number, output)) if meta is not None and meta.alias is None else "_"
-            for output, meta in enumerate(record.outputs)
+            for output, meta in enumerate(record.outputs[: record.num_returned])
         ]
+        for output, leaf in enumerate(record.joins, record.num_returned):
+            call += f"; {_name((number, output))} = {self._operand(record.operands[leaf])}"
+        for output, value in enumerate(record.brings, record.num_returned + len(record.joins)):
+            if (number, output) in self._used:  # else nobody may hold it, nor what it was
+                call += f"; {_name((number, output))} = {self._operand(Operand(VALUE, *value))}"
         if set(targets) <= {"_"}:
             return call
         if isinstance(record.key.function, OpaqueModule):
@@ -214,11 +221,16 @@ class _Writer:
 
     def _in_scope(self, stem: str, value: Any) -> str:
         name, count = stem, 0
-        while name in self._scope and self._scope[name] is not value and self._scope[name] != value:
+        while name in self._scope and not _is_same(self._scope[name], value):
             count += 1
             name = f"{stem}_{count}"
         self._scope[name] = value
         return name
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """A number of numpy compares itself with each item of a tuple."""
+    return one is other or (type(one) is type(other) and bool(one == other))
 
 
 def _name(value: Value) -> str:

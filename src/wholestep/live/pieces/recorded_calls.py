@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -19,7 +19,6 @@ from wholestep.live.recording.path import Path, asked_grads
 from wholestep.live.recording.record import EXTERNAL, NUMBER, VALUE, Operand, OutputMeta, Read, Record, Value
 from wholestep.live.recording.snapshot import AsRecorded, OptimizerSnapshot, as_recorded
 from wholestep.live.recording.structure import unflatten
-from wholestep.util.gradient_node import gradient_node
 
 _NOT_HELD = object()
 """In the place of an operand that nobody holds."""
@@ -70,12 +69,17 @@ class RecordedCalls:
         record, result = self.records[number], self.act(number, results)
         self.executed += 1
         found, _ = flat_result(record.key.function, result)
+        found += [self._leaf(record.operands[leaf], results) for leaf in record.joins]
+        found += [results.get(value, self.tensors.if_alive(value)) for value in record.brings]
         del result  # whoever holds a result is told from us by the number of references
         for output in range(len(found) - 1, -1, -1):
             meta, value = record.outputs[output], (number, output)
-            if meta is not None and meta.becomes is not None:
-                joined = record.operands[meta.becomes]
-                results.pop((joined.key, joined.detail), None)
+            if (was := record.before(output)) is not None:
+                results.pop(was, None)
+            for place in record.earlier_places(output, number):  # of a tensor in several places the last one is known
+                found[place] = None
+            if found[-1] is None:  # nobody holds what an argument is a view of
+                meta = None
             if meta is None or meta.alias is not None:
                 found.pop()
             elif value in handles:
@@ -162,24 +166,33 @@ class RecordedCalls:
             return self.tensors.externals[operand.key]
         return self.tensors.numbers[operand.key] if operand.kind == NUMBER else operand.key
 
-    def joins_others(self, joined: Sequence[torch.Tensor], writes_to: Sequence[Operand]) -> bool:
-        """Whether a call that put these tensors into a graph did so with others, too: a view brings what it views.
+    def is_view_of_one_brought(self, value: Value) -> bool:
+        """Whether a value came into a graph with what it is a view of, or on whose memory it is."""
+        record = self.records[value[0]]
+        was = record.before(value[1]) if record.brings else None
+        meta = None if was is None else self.records[was[0]].outputs[was[1]]
+        return meta is not None and meta.views is not None
 
-        `writes_to` are all on the memory to which it wrote. A record says of its arguments alone what they become, and
-        of those that are values.
-        """
-        if not all(self.tensors.value_of(one) for one in joined):
-            return True
-        others = self._others(writes_to, joined) if joined else ()
-        return any(gradient_node(one) is not None and not was_in_graph for one, was_in_graph in others)
+    def leaves_views_out(self, record: Record) -> bool:
+        """Whether a view of what a call puts into a graph is held that was not when the call was observed."""
+        befores = (record.before(output) for output in range(len(record.outputs)))
+        joining = {value for value in befores if value is not None}
+        if not joining:
+            return False
+        bases = set(map(self._base, joining))
+        alive = (value for value, one in self.tensors.alive().items() if not one.requires_grad)
+        return any(value not in joining and self._base(value) in bases for value in alive)
 
-    def _others(self, found: Sequence[Operand], joined: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, bool]]:
-        """Tensors of the run that are none of `joined`, and whether they were in a graph when they came into it."""
-        for kind, key, detail in found:
-            tensor = self.tensors.tensor_of((key, detail)) if kind == VALUE else self.tensors.externals[key]
-            if not any(tensor is one for one in joined):
-                meta = self.records[key].outputs[detail] if kind == VALUE else None
-                yield tensor, meta is not None and meta.requires_grad
+    def _base(self, value: Value) -> Value:
+        """What a value is a view of, at the end of all views that are known."""
+        while True:
+            record, meta = self.records[value[0]], self.records[value[0]].outputs[value[1]]
+            operand = None if meta is None or meta.views is None else record.operands[meta.views]
+            viewed = (operand.key, operand.detail) if operand is not None and operand.kind == VALUE else None
+            before = record.before(value[1]) or viewed
+            if before is None:
+                return value
+            value = before
 
     def make_no_path(self, why: str) -> None:
         """Says why this run can be no path for later ones."""

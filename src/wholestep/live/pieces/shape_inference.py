@@ -39,14 +39,15 @@ MAX_SEEN = 20_000
 def resized(path: Path, number: int, records: Sequence[Record], tensors: TensorTable) -> Record | str:
     """The record with this number of a path, with outputs as they are in this call; or why they are not known.
 
-    `records` are those of this run in front of it, `tensors` what they and this one were given.
+    `records` are those of this run before it, `tensors` what they and this one were given.
     """
     record = path.records[number]
     if number not in path.sized or all(
         one is None or (record.writes and one.alias is not None) for one in record.outputs
     ):
         return record
-    leaves = [_leaf(operand, records, tensors) for operand in record.operands]
+    brought = [Operand(VALUE, *value) for value in record.brings]
+    leaves = [_leaf(operand, records, tensors) for operand in (*record.operands, *brought)]
     numbers = () if record.is_pointwise else (int, float)
     sizes = tuple(
         leaf[:2] if isinstance(leaf, tuple) else leaf for leaf in leaves if isinstance(leaf, (tuple, *numbers))
@@ -74,8 +75,9 @@ def _leaf(operand: Operand, records: Sequence[Record], tensors: TensorTable) -> 
 
 def _inferred(path: Path, number: int, leaves: Sequence[Any]) -> Record | str:
     record, stream = path.records[number], random.getstate()  # torch draws numbers of fake collectives from it
+    num_operands = len(record.operands)
     try:
-        results = _results(path, number, leaves)
+        results = [*_results(path, number, leaves[:num_operands]), *leaves[num_operands:]]
     except Exception as error:  # whatever a fake kernel may raise: then the call is made as in eager code
         return f"{name_of(record.key.function)} does not say what it gives for other sizes: {error}"
     finally:
@@ -99,7 +101,7 @@ def _results(path: Path, number: int, leaves: Sequence[Any]) -> Sequence[Layout 
         args, kwargs = unflatten(record.key.structure, given)
         with under(record.key.modes), torch.no_grad():
             results: list[torch.Tensor | None] = flat_result(function, with_torch_functions(function, args, kwargs))[0]
-            return results
+            return [*results, *(given[leaf] for leaf in record.joins)]
 
     mode = LayoutFakeMode()
     if isinstance(function, OpaqueModule):
@@ -119,7 +121,7 @@ def _results(path: Path, number: int, leaves: Sequence[Any]) -> Sequence[Layout 
     if any(results[place] is not given[leaf] for place, leaf in aliases.items()):  # such as x.contiguous()
         raise ValueError("it gave its argument itself, and now it does not")
     layouts = [layout_of(one) for one in results]
-    if number not in path.all_sizes:  # behind the call itself: C++ that reads a fake's memory is told so there alone
+    if number not in path.all_sizes:  # after the call itself: C++ that reads a fake's memory is told so there alone
         moving = moving_operands(path, record)
         has_floats = any(isinstance(leaves[place], float) for place in moving)
         path.all_sizes[number] = None if has_floats or aliases else _for_all_sizes(call, leaves, moving)

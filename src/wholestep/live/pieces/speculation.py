@@ -17,7 +17,7 @@ import torch
 from wholestep.live.opaque.modules import OpaqueModule
 from wholestep.live.pieces.forward import Before
 from wholestep.live.pieces.tensors import TensorTable
-from wholestep.live.recording.path import BACKWARDS, Path
+from wholestep.live.recording.path import BACKWARDS, Path, reads_gradient
 from wholestep.live.recording.record import CONSTANT, EXTERNAL, NUMBER, VALUE, Record, Value, name_of
 from wholestep.util.gradient_node import is_leaf
 
@@ -36,7 +36,7 @@ class SpeculationPlan:
     """Tensors from outside, by number, whose gradients are held."""
 
     def wanted(self, path: Path) -> list[Value]:
-        """Results of the records behind the read, which Python will be given when it comes to them."""
+        """Results of the records after the read, which Python will be given when it comes to them."""
         return [
             (number, output)
             for number in range(self.position, self.span[1] - 1)
@@ -47,10 +47,10 @@ class SpeculationPlan:
 
 
 def plan_speculation(path: Path, started: int, position: int, tensors: TensorTable) -> SpeculationPlan | str:
-    """The plan for a read behind `position` records of a path; or why no backward can be run ahead of it."""
+    """The plan for a read after `position` records of a path; or why no backward can be run ahead of it."""
     end = next((n for n in range(position, len(path.records)) if _is_plain_backward(path.records[n])), None)
     if end is None:
-        return "no loss.backward() that frees the graph came behind it in the same call"
+        return "no loss.backward() that frees the graph came after it in the same call"
     late = next((record for record in path.records[position:end] if _cannot_wait(path, record, tensors)), None)
     if late is not None:
         return f"{name_of(late.key.function)} comes first ({late.line}), which draws, writes or needs a number"
@@ -58,6 +58,8 @@ def plan_speculation(path: Path, started: int, position: int, tensors: TensorTab
         return (
             f"{name_of(differentiated.key.function)} ({differentiated.line}) gives what a later backward goes through"
         )
+    if (reading := next((one for one in path.records[started:end] if reads_gradient(one)), None)) is not None:
+        return f"a gradient of earlier calls is read before it ({reading.line}), where it would be set aside"
     length, count = tensors.length(), num_externals(path.records[position:end], len(tensors.externals))
     if not tensors.expect(path, count):
         return "calls in between are given tensors that are not known yet"
@@ -70,9 +72,9 @@ def plan_speculation(path: Path, started: int, position: int, tensors: TensorTab
 
 
 def _differentiated_later(path: Path, started: int, end: int) -> Record | None:
-    """A record in front of a backward that leaves its graph alone, and whose result calls behind it are given.
+    """A record before a backward that leaves its graph alone, and whose result calls after it are given.
 
-    A piece gives no graph, so a backward behind it would find none.
+    A piece gives no graph, so a backward after it would find none.
     """
     freed = path.records[end].frees
     for operand in (one for record in path.records[end + 1 :] for one in record.operands if one.kind == VALUE):
@@ -85,7 +87,7 @@ def _differentiated_later(path: Path, started: int, end: int) -> Record | None:
 
 
 def num_externals(records: Sequence[Record], least: int = 0) -> int:
-    """How many tensors from outside these records use, or come behind."""
+    """How many tensors from outside these records use, or come after."""
     used: list[int] = [one.key + 1 for record in records for one in record.operands if one.kind == EXTERNAL]
     return max([least, *used, *(record.num_externals for record in records)])
 
@@ -151,7 +153,7 @@ class SpeculativeBackward:
     length: tuple[int, int]
     """Of the tensors from outside and numbers before it; see `TensorTable.length`."""
     values: dict[Value, torch.Tensor] = field(default_factory=dict)
-    """Of records behind the read."""
+    """Of records after the read."""
     grads: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """Leaves and what their gradients get."""
 
@@ -160,7 +162,7 @@ class SpeculativeBackward:
         with torch.no_grad():
             for leaf, grad in self.grads:
                 if not leaf.requires_grad:
-                    continue  # frozen behind the forward: autograd leaves it alone
+                    continue  # frozen after the forward: autograd leaves it alone
                 if leaf.grad is None:
                     leaf.grad = grad
                 else:

@@ -50,6 +50,7 @@ class TensorTable:
         self._index: dict[int, int] = {}
         self._storages: set[int] = set()
         self._values: dict[int, tuple[weakref.ref[torch.Tensor], Value]] = {}
+        self._references: dict[Value, weakref.ref[torch.Tensor]] = {}
         self._fresh: dict[int, torch.Tensor] = {}
         self.exposed: list[tuple[weakref.ref[Any] | None, set[int]]] = []
         """Things that may be on the memory of tensors, None for what has no weak references, and that memory."""
@@ -70,7 +71,8 @@ class TensorTable:
 
     def note_value(self, tensor: torch.Tensor, value: Value) -> torch.Tensor:
         """Notes that a tensor is a value of a recorded call. It is not kept alive."""
-        self._values[id(tensor)] = (weakref.ref(tensor), value)
+        self._references[value] = reference = weakref.ref(tensor)
+        self._values[id(tensor)] = (reference, value)
         return tensor
 
     def value_of(self, tensor: torch.Tensor) -> Value | None:
@@ -86,9 +88,10 @@ class TensorTable:
         return found
 
     def if_alive(self, value: Value) -> torch.Tensor | None:
-        """A value, if somebody holds it."""
-        found = (reference() for reference, known in self._values.values() if known == value)
-        return next((tensor for tensor in found if tensor is not None), None)
+        """A value, if somebody holds it, and it has become no other one."""
+        reference = self._references.get(value)
+        tensor = None if reference is None else reference()
+        return tensor if tensor is not None and self.value_of(tensor) == value else None
 
     def handles(self) -> dict[Value, torch.Tensor]:
         """The handles that somebody holds, in the order of their calls."""
@@ -222,7 +225,7 @@ class TensorTable:
 
     def module_operand(self, leaf: Any) -> Operand:
         """A leaf of the arguments of a module that is one record: its Python may ask a number anything."""
-        return Operand(CONSTANT, leaf, type(leaf)) if type(leaf) is int else self.operand(leaf)
+        return Operand(CONSTANT, leaf, type(leaf)) if type(leaf) in (int, float) else self.operand(leaf)
 
     def add_module(self, module: OpaqueModule) -> int:
         """Takes up the tensors of a module whose call is recorded. Returns how many from outside there are then."""

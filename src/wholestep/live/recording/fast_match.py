@@ -62,7 +62,8 @@ def _fast_record(record: Record, acting: tuple[Any, ...]) -> FastRecord | None:
         return None
     output = record.outputs[0]
     steps = [one.key for one in operands if isinstance(one.key, Optimizer)]
-    if (output is not None and (output.alias, output.becomes) != (None, None)) or len(steps) > 1:
+    gives_another = output is not None and (output.alias, output.becomes) != (None, None)
+    if gives_another or record.joins or record.brings or len(steps) > 1:
         return None
     function: Any = record.key.function
     module = function.module if record.num_externals else None

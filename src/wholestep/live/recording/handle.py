@@ -31,6 +31,14 @@ class Recorder(Protocol):
     ) -> Any:
         """A call of a module; `plain` is what runs its Python."""
 
+    def call_of(self, function: Any) -> nn.Module | None:
+        """The module whose call is that of an ``autograd.Function``; None if it is to run at once."""
+        return None
+
+    def note_made(self, module: nn.Module) -> None:
+        """The step has made a module."""
+        return
+
     def unrecorded(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> Any:
         """A call that is executed at once, and keeps its run from making a path."""
 
@@ -82,11 +90,15 @@ def with_torch_functions(function: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def execute(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Executes a call of the step's own Python as if nothing was recorded: tensors may be of classes of their own."""
+    """Executes a call of the step's own Python as if nothing was recorded: tensors may be of classes of their own.
+
+    Our mode is off: layers of torch compute otherwise where one is on, as encoders do in evaluation.
+    """
     executor = CURRENT.executor
-    if executor is None:
-        return with_torch_functions(function, args, kwargs)
-    return with_torch_functions(executor.execute, (function, args, kwargs), {})
+    with recording_paused():
+        if executor is None:
+            return with_torch_functions(function, args, kwargs)
+        return with_torch_functions(executor.execute, (function, args, kwargs), {})
 
 
 class RecordingMode(TorchFunctionMode):

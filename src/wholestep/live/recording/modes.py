@@ -40,7 +40,7 @@ def block_may_have_ended() -> None:
 
 
 def block_of(modes: Modes) -> int:
-    """Which block of autocast a call under these modes is in, or comes in front of."""
+    """Which block of autocast a call under these modes is in, or comes before."""
     block: int = modes[-1]
     return block
 
@@ -139,7 +139,7 @@ def _saved_tensors_hooks_off() -> Iterator[None]:
 class PendingDraws:
     """Where generators stood when calls that have not run were recorded to draw of them.
 
-    Whoever seeds a generator behind such a call, or sets its state, means the calls behind that.
+    Whoever seeds a generator after such a call, or sets its state, means the calls after that.
     """
 
     def __init__(self) -> None:

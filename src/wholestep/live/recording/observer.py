@@ -95,7 +95,7 @@ def _runs_on_fakes(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 class DrawWatch(TorchDispatchMode):
-    """Raises `Draws` in front of the first operator that draws random numbers."""
+    """Raises `Draws` before the first operator that draws random numbers."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:

@@ -35,6 +35,11 @@ _ATTRIBUTES: Any = torch.Tensor
 _GRADIENT_OF = (_ATTRIBUTES.grad.__get__, _ATTRIBUTES._grad.__get__)
 
 
+def reads_gradient(record: Record) -> bool:
+    """Whether it is ``tensor.grad``, and there was one."""
+    return record.key.function in _GRADIENT_OF and record.outputs[0] is not None
+
+
 def asked_grads(records: Sequence[Record], had_grad: Sequence[bool]) -> dict[int, bool]:
     """By number of the tensors from outside whose ``.grad`` records ask for, whether they had one at first."""
     asked = (one.operands[0] for one in records if one.key.function in _GRADIENT_OF)
@@ -54,7 +59,7 @@ class Path:
     sources: list[int | None]
     """Which tensor among the arguments of the step each one from outside is; None if it is none."""
     alive: set[Value] = field(default_factory=set)
-    """Values with a graph that somebody held behind a call of the step."""
+    """Values with a graph that somebody held after a call of the step."""
     had_grad: dict[int, bool] = field(default_factory=dict)
     """Of the tensors from outside whose ``.grad`` Python looks at, and finds None or not by what it was when the call
     began: whether they had one then."""
@@ -71,7 +76,7 @@ class Path:
     those."""
 
     fast_records: list[FastRecord | None] = field(init=False)
-    """The records for quick comparison, and None behind the last one."""
+    """The records for quick comparison, and None after the last one."""
     _reads_by_place: dict[tuple[int, Any], Read] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -133,12 +138,12 @@ class Path:
         return self.externals[index] is tensor and self.kinds[index] == StateKind.of(tensor)
 
     def read_at(self, position: int, function: Any) -> Read | None:
-        """Where Python asked for a value with this function, behind that many records; None if it did not."""
+        """Where Python asked for a value with this function, after that many records; None if it did not."""
         return self._reads_by_place.get((position, function))
 
     @property
     def keeps_graph(self) -> bool:
-        """Whether the graph of a call was still there behind it."""
+        """Whether the graph of a call was still there after it."""
         return not self.alive <= self.freed[-1]
 
     def is_varying(self, index: int) -> bool:

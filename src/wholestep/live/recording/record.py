@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -67,9 +67,13 @@ class OutputMeta:
     """The same where the call has put the leaf into a graph, so that it is another value from there on."""
     views: int | None = None
     """The leaf of the arguments on whose memory it is, of a tensor of its own."""
+    again: Value | None = None
+    """What it was known as before: ``param.grad``, asked for twice, is one object."""
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, leaves: Sequence[Any], joined: Sequence[torch.Tensor]) -> OutputMeta:
+    def of(
+        cls, tensor: torch.Tensor, leaves: Sequence[Any], joined: Sequence[torch.Tensor], known_as: Value | None
+    ) -> OutputMeta:
         """Of a tensor that a call with these arguments has returned, which has put those in `joined` into a graph."""
         alias = next((number for number, leaf in enumerate(leaves) if leaf is tensor), None)
         becomes = alias if any(tensor is one for one in joined) else None
@@ -77,6 +81,7 @@ class OutputMeta:
         return cls(
             tensor.shape, tensor.dtype, tensor.device, tuple(tensor.stride()), tensor.requires_grad, graph,
             alias if becomes is None else None, becomes, _viewed(tensor, leaves) if alias is None else None,
+            known_as if alias is None else None,
         )  # fmt: skip
 
     def of_size(
@@ -122,7 +127,7 @@ class Record:
     drawn: tuple[torch.Generator, ...] = field(compare=False)
     """The generators of which it drew random numbers."""
     state_entries: int = field(compare=False)
-    """Of the step of an optimizer: how many things the optimizer's state held behind it; else 0."""
+    """Of the step of an optimizer: how many things the optimizer's state held after it; else 0."""
     writes: tuple[int, ...] = field(compare=False)
     """Leaves of its arguments that it has written to."""
     writes_to: tuple[Operand, ...] = field(compare=False)
@@ -137,13 +142,39 @@ class Record:
     """Of a backward: ids of the parameters whose gradients a DistributedDataParallel was seen to reduce in it."""
     is_pointwise: bool = field(default=False, compare=False)
     """Whether it was seen to be pointwise, so that its numbers decide no shape."""
+    joins: tuple[int, ...] = ()
+    """Leaves of its arguments that it has put into a graph and does not return, as ``out[i] = value`` does. They come
+    after what it returns in `outputs`."""
+    brings: tuple[Value, ...] = ()
+    """Values that are none of its arguments and came into a graph with one, which is a view of them or on the same
+    memory: that of `out` in ``out[i].copy_(value)``. The last ones of `outputs`."""
     num_externals: int = field(default=0, compare=False)
-    """Of a module that is one record: how many tensors from outside there are behind it, its own ones among them."""
+    """Of a module that is one record: how many tensors from outside there are after it, its own ones among them."""
 
     @property
     def operands(self) -> tuple[Operand, ...]:
         """The leaves of its arguments."""
         return self.key.operands
+
+    @property
+    def num_returned(self) -> int:
+        """How many of `outputs` it returns."""
+        return len(self.outputs) - len(self.joins) - len(self.brings)
+
+    def before(self, output: int) -> Value | None:
+        """What an output was before the call put it into a graph; None if it is new, or no value was."""
+        if output >= len(self.outputs) - len(self.brings):
+            return self.brings[output - len(self.outputs)]
+        meta = self.outputs[output]
+        operand = None if meta is None or meta.becomes is None else self.operands[meta.becomes]
+        return None if operand is None or operand.kind != VALUE else (operand.key, operand.detail)
+
+    def earlier_places(self, output: int, number: int) -> Iterator[int]:
+        """The outputs before one that are the same tensor, of the record with this number."""
+        meta = self.outputs[output]
+        while meta is not None and meta.again is not None and meta.again[0] == number:
+            yield meta.again[1]
+            meta = self.outputs[meta.again[1]]
 
     def joined(self, other: Record) -> Record:
         """This one, which may also do what an equal call was seen to do: drop out nothing at first, and some later."""
@@ -158,6 +189,8 @@ class Record:
     def is_of_other_size(self, other: Record) -> bool:
         """Whether both are the same call, on tensors of other sizes."""
         if self.key != other.key or self.output_structure != other.output_structure:
+            return False
+        if (self.joins, self.brings) != (other.joins, other.brings):
             return False
         pairs = zip(self.outputs, other.outputs, strict=True)
         return all(a == b or (a is not None and b is not None and a.is_of_other_size(b)) for a, b in pairs)

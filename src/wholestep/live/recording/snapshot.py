@@ -1,6 +1,6 @@
 """What an optimizer reads of Python, as it was when its step was recorded.
 
-A recorded step of an optimizer runs behind lines of the user's that may change rates, groups or state by then
+A recorded step of an optimizer runs after lines of the user's that may change rates, groups or state by then
 (a scheduler, ``group["lr"] *= 0.5``, ``load_state_dict``). So a record holds what stood there, and the run is given it.
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch.utils import _pytree as pytree
+from wholestep.capture.python import tree_util
 
 Structure = Any
 """None for a leaf, else ``(kind, structures)`` of tuples, lists and slices, ``(dict, keys, structures)`` of a dict.
@@ -31,8 +31,8 @@ def flatten(value: Any, leaves: list[Any]) -> Structure:
 
 def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
     """The value again, with other leaves."""
-    if isinstance(structure, pytree.TreeSpec):
-        return pytree.tree_unflatten(leaves, structure)
+    if isinstance(structure, tree_util.TreeSpec):
+        return tree_util.unflatten(list(leaves), structure)
     return _built(structure, iter(leaves).__next__)
 
 

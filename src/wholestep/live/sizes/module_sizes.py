@@ -84,7 +84,7 @@ def _results(captured: Captured) -> list[Layout | None]:
     found: dict[int, Layout] = {}
     for sink, node in zip(
         captured.spec.outputs, captured.program.results, strict=False
-    ):  # what it writes comes behind them
+    ):  # what it writes comes after them
         assert isinstance(sink, ResultSink)
         tensor = node_meta.tensor(node)
         found[sink.leaf] = (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)

@@ -113,6 +113,19 @@ def failing_node(error: BaseException) -> fx.Node | None:
     return found
 
 
+def first_error(error: BaseException) -> BaseException:
+    """The error that made a capture fail: one within a node ends in a second one, which knows no node."""
+    chain = [error]
+    while chain[-1].__context__ is not None:
+        chain.append(chain[-1].__context__)
+    return next((one for one in chain if getattr(one, "__notes__", ())), error)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in a line; its class where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def _line_in(filename: str, traceback: TracebackType | None) -> int:
     """The line of the generated text that was running; 0 if it was none."""
     line = 0

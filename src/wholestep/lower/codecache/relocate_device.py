@@ -27,7 +27,7 @@ _COMMENT = re.compile(r"^\s*#.*$", re.MULTILINE)
 _HARMLESS = re.compile(r"\b(?:empty_strided_cuda|tl\.device_assert)\(")
 """Calls whose first argument is no number of a GPU, whatever it is."""
 _SUSPECT = re.compile(r"\w*(?:cuda|device|gpu|stream|guard|generator)\w*[^\w\n]{0,4}(?:\w+ ?[=:] ?)?\d", re.IGNORECASE)
-"""A number behind a word that has to do with devices."""
+"""A number after a word that has to do with devices."""
 
 
 class CannotRelocate(ValueError):

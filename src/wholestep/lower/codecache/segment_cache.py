@@ -2,7 +2,7 @@
 
 [Note: kernels that have run]
 On a GPU a compiled segment holds its kernels twice: as text in its module, which makes them anew, and in a bundle, with
-the binaries that Triton has made. Inductor writes the bundle into its own cache before anything runs. We write behind
+the binaries that Triton has made. Inductor writes the bundle into its own cache before anything runs. We write after
 the first call, for two reasons. A segment that Inductor found in its cache runs the very kernels of its bundle, and
 what has launched can be pickled only with its launchers taken off. And by then it is known which of several block
 sizes is the fastest: that one travels alone, so the other process measures nothing and computes the same bits. Other

@@ -185,7 +185,7 @@ def _reads_version(program: Program) -> bool:
 
 
 _STEP_REASONS: tuple[tuple[Callable[[Program], str | bool], str], ...] = (
-    (_created_state, "the step creates the state {found}; the calls behind it can be captured"),
+    (_created_state, "the step creates the state {found}; the calls after it can be captured"),
     (_resizes_inputs, "the step frees the memory of its inputs or fills it"),
     (_reads_version, "the step reads the version of a tensor, and a graph has tensors of its own"),
 )

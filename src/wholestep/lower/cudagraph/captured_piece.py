@@ -36,7 +36,7 @@ def captured_pieces(
     for piece in parts.pieces:
         step, num_inputs = lower(piece.program), len(parts.inputs)
         found.append(CapturedPiece(piece, step, pool, num_inputs=num_inputs, moving=moving, grads=grads, loose=loose))
-        if piece.captured:  # which copies what moves, for those behind it too
+        if piece.captured:  # which copies what moves, for those after it too
             moving, loose = moving - {*piece.inputs}, loose - {*piece.inputs}
         else:
             loose = loose | {*piece.outputs}
@@ -128,14 +128,14 @@ class CapturedPiece:
         addresses = [inputs[place].data_ptr() for place in self._read_in_place]
         if self.graph is not None and addresses == self._addresses:
             return False
-        if self.graph is not None:  # else something has moved in front of this piece
+        if self.graph is not None:  # else something has moved before this piece
             pairs = zip(self._read_in_place, self._addresses, addresses, strict=True)
             self._count_moves({place for place, then, now in pairs if then != now}, values)
         self.graph, self._outputs = None, ()
         for places in (self._copied, self._loose):  # a size is the same in every call of the graph
             places -= {place for place in places if not isinstance(inputs[place], Tensor)}
         # The memory of something else, seen in another way: a copy would be apart from it.
-        sharing = Counter(output_copies.storage_of(value) for value in values if isinstance(value, Tensor))
+        sharing = Counter(output_copies.storage_of(value) for value in values if output_copies.has_storage(value))
         self._copied -= {place for place in self._loose if sharing[output_copies.storage_of(inputs[place])] > 1}
         self._static = {place: _static_copy(inputs[place]) for place in sorted(self._copied)}
         self._read_in_place = [
@@ -148,7 +148,9 @@ class CapturedPiece:
 
     def _count_moves(self, places: Collection[int], values: Sequence[Any]) -> None:
         """Counts that values read in place lie elsewhere now. Gradients that often do are copied from then on."""
-        inputs = {output_copies.storage_of(value) for value in values[: self._num_inputs] if isinstance(value, Tensor)}
+        inputs = {
+            output_copies.storage_of(value) for value in values[: self._num_inputs] if output_copies.has_storage(value)
+        }
         wander = any(output_copies.storage_of(values[self._piece.inputs[place]]) not in inputs for place in places)
         self._num_moves += wander or not self._grads.isdisjoint(places)
         if self._num_moves < _MOST_MOVES:

@@ -10,12 +10,24 @@ from typing import Any, Protocol
 
 import torch
 
+from wholestep.ir import op_info
+from wholestep.ir.segment import Segment
+from wholestep.lower.base import eager_backend
 from wholestep.lower.cudagraph import capture_hooks, memset_nodes, rng_replay
 from wholestep.util.gc_pause import gc_paused
 
 ROOM = 1.02
 """Room for what is alive at once, over its bytes: blocks of an allocator are larger than tensors, with gaps between
 them. From traces of W3: from 1.02 on all fits under DDP and FSDP."""
+
+
+def is_linear_algebra(error: BaseException) -> bool:
+    """Whether an error was raised by a call of a step, or a segment of calls, that solves or factors by a library."""
+    node = eager_backend.failing_node(eager_backend.first_error(error))
+    if node is None:
+        return False
+    calls = node.target.calls if isinstance(node.target, Segment) else [node]
+    return any(op_info.is_op(one) and "linalg" in one.target._schema.name for one in calls)  # type: ignore[union-attr]
 
 
 class Member(Protocol):
@@ -40,17 +52,18 @@ class Pool:
 
     [Note: nothing may stay in it]
     One block in use keeps the whole piece from the device, also when all graphs have gone. cuBLAS keeps a workspace for
-    every stream that it has run on, so those are given up behind a capture; the next call has one made.
+    every stream that it has run on, so those are given up after a capture; the next call has one made.
 
     [Note: the generator's places]
     A replay reads where the random generator stands from a place on the device that all graphs share. A capture writes
-    a zero there, on its own stream, and torch has nobody wait for that. On a GPU that others use, too, it came behind
+    a zero there, on its own stream, and torch has nobody wait for that. On a GPU that others use, too, it came after
     what the first replay had written, on the user's stream, and that replay drew other masks: so we explain 6 of 60
     trainings that went another way from the call on that captured, with eight processes on one GPU.
 
     [Note: a capture that failed]
     torch leaves its stream current then, the allocator waiting for the end and, up to 2.11, the random generator in the
-    belief that a capture goes on, which only one that succeeds takes from it.
+    belief that a capture goes on, which only one that succeeds takes from it. cuSOLVER fails at its first call after
+    one that it could not capture, whatever that call is: so it is given one that nobody needs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -117,8 +130,11 @@ class Pool:
             rng_capture = rng.capturing(graph) if rng is not None else contextlib.nullcontext()
             with capture_hooks.running_hooks(), rng_capture, self._capturing(graph):
                 results = body()
-        except BaseException:
+        except BaseException as error:
             self._mend(graph, before)
+            if is_linear_algebra(error):
+                with contextlib.suppress(RuntimeError):
+                    torch.linalg.qr(torch.eye(2, device=self.device))
             raise
         return graph, results
 

@@ -14,7 +14,7 @@ Note: who owns which memory
 
 Note: pieces share their memory
     What a piece gives a later one is kept while those between are captured, so none of them writes there. A piece that
-    is captured again may give it elsewhere: all behind it are captured again, too.
+    is captured again may give it elsewhere: all after it are captured again, too.
 
 Note: warm-up
     The first calls run the body as it is: libraries set themselves up and kernels are tuned in ordinary steps of the
@@ -34,7 +34,7 @@ from wholestep.ir.program import InputKind, OutputKind, Program
 from wholestep.lower.base import eager_backend
 from wholestep.lower.cudagraph import grad_ownership, output_copies
 from wholestep.lower.cudagraph.captured_piece import captured_pieces
-from wholestep.lower.cudagraph.graph_pool import Pool
+from wholestep.lower.cudagraph.graph_pool import Pool, is_linear_algebra
 from wholestep.lower.cudagraph.partition import Partition, partition
 from wholestep.runtime.distributed import process_group
 
@@ -46,31 +46,21 @@ _MOST_REFUSED = 8
 """Kinds of calls that cut a step after they could not be captured. With more there is something else the matter."""
 
 
-def _first(error: BaseException) -> BaseException:
-    """The error that made a capture fail: one within a node ends in a second one, which knows no node."""
-    chain = [error]
-    while chain[-1].__context__ is not None:
-        chain.append(chain[-1].__context__)
-    return next((one for one in chain if getattr(one, "__notes__", ())), error)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 def _cause(error: BaseException) -> str:
     """What went wrong, in a line, with the node that it happened in, where that is known."""
-    first = _first(error)
-    return ", ".join([_first_line(first), *getattr(first, "__notes__", [])[:1]])
+    first = eager_backend.first_error(error)
+    return ", ".join([eager_backend.first_line(first), *getattr(first, "__notes__", [])[:1]])
 
 
 def _uncapturable_call(error: BaseException) -> tuple[Any, str] | None:
     """The target of the call that cannot be captured, and what was said; None if the error is of another kind."""
-    first = _first(error)
+    first = eager_backend.first_error(error)
     node = eager_backend.failing_node(first)
-    if node is None or isinstance(first, torch.OutOfMemoryError) or "captur" not in str(first):
+    if node is None or isinstance(first, torch.OutOfMemoryError):
         return None
-    return node.target, _first_line(first)
+    if "captur" not in str(first) and not is_linear_algebra(error):
+        return None
+    return node.target, eager_backend.first_line(first)
 
 
 class GraphRunner:
@@ -235,7 +225,7 @@ class GraphRunner:
         Gradients of the step before give up their memory."""
         for target in self._grads:
             inputs[target].grad = None
-        in_graphs = {number: found[number] for number in self._on_device if isinstance(found[number], torch.Tensor)}
+        in_graphs = {number: found[number] for number in self._on_device if output_copies.has_storage(found[number])}
         copies = self._output_copies
         if copies is None or self._error is not None:
             static_inputs = self._static_inputs(inputs, values)
@@ -256,7 +246,7 @@ class GraphRunner:
                 number, values[place], inputs[number].stride()
             )
             for place, number in enumerate(self._parts.inputs)
-            if isinstance(values[place], torch.Tensor)
+            if output_copies.has_storage(values[place])
         }
 
     def _keep_grads(self, in_graphs: Mapping[int, torch.Tensor], taken: Collection[int]) -> None:

@@ -1,7 +1,7 @@
 """Memsets of a captured CUDA graph as kernels: the only file that edits captured graphs.
 
 Libraries zero their workspaces by ``cudaMemsetAsync``: attention its accumulators and counters, products theirs.
-Between kernels of a graph such a node costs 10 us, as the kernels in front and behind wait; a kernel that fills as much
+Between kernels of a graph such a node costs 10 us, as the kernels before and after wait; a kernel that fills as much
 takes 2. So before a graph is instantiated, torch's own kernel that fills stands in the place of each memset::
 
     product -> memset -> attention          product -> fill -> attention

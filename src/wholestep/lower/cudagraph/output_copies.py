@@ -97,6 +97,11 @@ def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def has_storage(value: Any) -> bool:
+    """Whether a value is a tensor whose elements are in one storage: not a number, and not a sparse tensor."""
+    return isinstance(value, Tensor) and value.layout is torch.strided
+
+
 def plan_copies(
     values: Mapping[int, Tensor], static_inputs: Mapping[int, StaticInput], *, new: Collection[int] = ()
 ) -> dict[int, OutputCopy]:

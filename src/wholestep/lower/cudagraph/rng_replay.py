@@ -1,6 +1,6 @@
 """Random draws of a CUDA graph that repeat earlier ones: checkpointed blocks with dropout.
 
-Such a step reads the state of the generator in front of a block and sets it for the recompute. A capture cannot: the
+Such a step reads the state of the generator before a block and sets it for the recompute. A capture cannot: the
 generator counts from zero there what is drawn, and a replay adds where it stands by then. But a graph may draw from
 several states, each with a place of its own to begin at. So every part that draws again has one::
 
@@ -50,7 +50,7 @@ class ReplayPlan:
     starts: tuple[int, ...]
     """Where states 1, 2, ... begin, counted from the beginning of the step."""
     turns: tuple[int, ...]
-    """The state that is drawn from behind each setting, in order."""
+    """The state that is drawn from after each setting, in order."""
 
 
 def plan_replay(settings: Sequence[tuple[int, int]]) -> ReplayPlan | None:

@@ -35,7 +35,7 @@ def rules(device: torch.device) -> dict[Any, Callable[..., Tensor]]:
 def gradient_of_linear(
     gradient: Tensor, output_size: Sequence[int], input_size: Sequence[int], align_corners: bool, *scales: float | None
 ) -> Tensor:
-    """The gradient of what was interpolated linearly in all dims behind the second one.
+    """The gradient of what was interpolated linearly in all dims after the second one.
 
     `gradient`: of the result, of sizes (n, channels, *`output_size`); `input_size` with n and channels, as are the
     sizes returned. `scales`: per dim how many times larger, where the user said so and not how large. Halves are added

@@ -47,6 +47,12 @@ def _as_tensor(number: Any, device: torch.device) -> Tensor:
     return torch.full((), number, dtype=torch.float64, device=device)
 
 
+def _rest(share: Any) -> Any:
+    """``1 - share`` in float64. In float32 it is 0.00099999 for 0.999, and the first squares are that much of those of
+    gradients."""
+    return 1 - (share.to(torch.float64) if isinstance(share, Tensor) else share)
+
+
 def _computed_in(param: Tensor) -> torch.dtype:
     """What torch's kernels compute in for parameters of this type."""
     return torch.float64 if param.dtype is torch.float64 else torch.float32
@@ -63,8 +69,8 @@ def _adam(decoupled: bool) -> Callable[..., list[list[Tensor]]]:
         rate = lr / (1 - torch.pow(beta1, steps))
         root = torch.sqrt(1 - torch.pow(beta2, steps))
         decay = 1 - lr * weight_decay if decoupled else weight_decay
-        columns = [rate, root, decay, beta1, beta2, eps]
-        rates, roots, decays, keeps1, keeps2, epsilons = _table(columns, params[0], count)
+        columns = [rate, root, decay, _rest(beta1), _rest(beta2), eps]
+        rates, roots, decays, shares1, shares2, epsilons = _table(columns, params[0], count)
         done: list[list[Tensor]] = [[], [], [], [], []]
         for index, old in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
             weight, given, mean, square = (one.to(_computed_in(params[0])) for one in old)
@@ -73,9 +79,8 @@ def _adam(decoupled: bool) -> Callable[..., list[list[Tensor]]]:
                 weight = weight * decays[index]
             else:
                 grad = grad + decays[index] * weight
-            beta1_, beta2_ = keeps1[index], keeps2[index]
-            mean_ = mean + (1 - beta1_) * (grad - mean)
-            square_ = beta2_ * square + (1 - beta2_) * grad * grad
+            mean_ = mean + shares1[index] * (grad - mean)
+            square_ = square + shares2[index] * (grad * grad - square)
             largest = torch.maximum(max_exp_avg_sqs[index], square_) if amsgrad else square_
             weight = weight - rates[index] * mean_ / (torch.sqrt(largest) / roots[index] + epsilons[index])
             new = (weight, given, mean_, square_, *((largest,) if amsgrad else ()))

@@ -3,7 +3,7 @@
 Note: who may overwrite what
     A kernel reads and writes the same element of a row, so results may lie where their operands lay. What is no
     element of the row (a counter, a rate) must not change while a kernel runs: results without dimensions, which
-    others read as numbers, have kernels of their own behind all others. Every stored result is held against all
+    others read as numbers, have kernels of their own after all others. Every stored result is held against all
     that reads its place.
 """
 
@@ -35,7 +35,7 @@ class Cell:
     base: int
     """0: none; then the arguments of the segment, what is in `Plan.fresh`, what is in `Plan.turned`."""
     offset: int
-    """Bytes behind the start of the base; without one the number itself."""
+    """Bytes after the start of the base; without one the number itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

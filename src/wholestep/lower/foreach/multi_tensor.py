@@ -11,10 +11,10 @@ times as many operators; here one index is written out (`lower/foreach/index_exp
 Note: tables in CUDA graphs
     Outside of a capture a table is made anew where an address has changed, through pinned memory of its own, which the
     allocator keeps until the copy is done. A graph finds its addresses in `_captured`, which lives as long as this
-    object, which the owner of the graph keeps. It is filled behind the capture: the addresses are those of every
-    replay, and a copy in front of each kernel would be waited for. A step that is captured again has dropped its graph,
+    object, which the owner of the graph keeps. It is filled after the capture: the addresses are those of every
+    replay, and a copy before each kernel would be waited for. A step that is captured again has dropped its graph,
     and `torch.cuda.graph` waits for the device before a capture begins: the last replay of the old graph is done before
-    `_captured` changes. Where a user captures the step, nobody is there behind it, and the graph copies out of `_held`.
+    `_captured` changes. Where a user captures the step, nobody is there after it, and the graph copies out of `_held`.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class MultiTensorCompiler:
     def overlap_last_update(self, program: Program) -> Program:
         """The scheduled program whose last update by copies begins when all pieces of its gradients but one are there.
 
-        While it does, the wires are busy with the last piece, behind which there is only that piece's own part left.
+        While it does, the wires are busy with the last piece, after which there is only that piece's own part left.
         The segment waits itself then. That can be where it alone reads the message, and by one kernel, so that no
         element is read which another kernel has overwritten; and where inputs are written beside communication anyway.
         Rows of a table (`lower/kernels/sparse_all_reduce.py`) come as one piece. Where they come last, nothing else has
@@ -275,7 +275,7 @@ def _is_by_copies(wait: fx.Node) -> bool:
 
 def _can_await(plan: Plan, argument: int) -> bool:
     """Whether a plan can begin with a part of an argument: it is read where it is, and one kernel alone goes through
-    elements. Kernels of numbers are launched behind it anyway, as it reads what they overwrite."""
+    elements. Kernels of numbers are launched after it anyway, as it reads what they overwrite."""
     return sum(not kernel.of_numbers for kernel in plan.kernels) == 1 and all(
         one.argument != argument for one in plan.turned
     )

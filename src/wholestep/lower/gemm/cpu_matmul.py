@@ -1,6 +1,6 @@
 """Products of float32 matrices on a CPU by the library that is the faster one here, found out while they are compiled.
 
-Behind all that Inductor itself makes of products, each is timed once, by torch and by oneDNN (`lower/gemm/onednn.py`),
+After all that Inductor itself makes of products, each is timed once, by torch and by oneDNN (`lower/gemm/onednn.py`),
 on random operands of its layout. Where oneDNN is faster its operator stands in the place of torch's, and so in what is
 written down for other processes: they time nothing and compute the same bits. Nothing else imports this than
 `lower/inductor/compile_fx.py`.
@@ -35,7 +35,7 @@ _LEAST_GAIN = 0.05
 _ROUNDS = 7
 """Timed runs of either; the shortest counts, as others may compile meanwhile."""
 _MOST_S = 0.5
-"""For a product, behind which no more rounds begin."""
+"""For a product, after which no more rounds begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def _gains(num_threads: int, *operands: _Operand) -> bool:
 
 
 def _times_us(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """The shortest time of each, by turns, behind one that is not counted: kernels are generated in it."""
+    """The shortest time of each, by turns, after one that is not counted: kernels are generated in it."""
     for run in runs.values():
         run()
     best, end = dict.fromkeys(runs, math.inf), time.perf_counter() + _MOST_S

@@ -257,7 +257,7 @@ def _fastest(
 
 
 def _times_ms(runs: Iterable[Callable[[], object]]) -> list[float]:
-    """Of runs on the current stream, by turns, each behind one that is not timed; infinite for what is refused."""
+    """Of runs on the current stream, by turns, each after one that is not timed; infinite for what is refused."""
     able: list[Callable[[], object] | None] = []
     for run in runs:
         try:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, tracing
 from torch._inductor import async_compile
 from torch._inductor import config as inductor_config
@@ -28,15 +29,17 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 
+from wholestep.errors import WholestepError
 from wholestep.ir import node_meta, op_info
 from wholestep.ir.lazy_graph_module import unwritten
 from wholestep.ir.segment import Segment
 from wholestep.ir.sizes import hint, is_same
+from wholestep.lower.base.eager_backend import first_line
 from wholestep.lower.decompositions import interpolate
 from wholestep.lower.decompositions.tensor_scalars import Numbers
 from wholestep.lower.gemm import cpu_matmul, onednn
 from wholestep.lower.inductor import dependent_launch, post_grad_passes, wrapper_patch
-from wholestep.lower.inductor.config_fallback import config_fallback, is_triton_error
+from wholestep.lower.inductor.config_fallback import config_fallback, is_missing_compiler, is_triton_error
 from wholestep.lower.inductor.deferred_wait import defer_waits
 from wholestep.lower.inductor.segment_sizes import Asked, NotForAllSizes, SegmentSizes
 from wholestep.lower.inductor.war_order import keep_write_order
@@ -99,23 +102,30 @@ class PendingSegment:
     """Waits for the kernels. Another graph where Triton could not compile those of this one."""
     asked: Asked | None = None
     """What the graph counts on, of sizes that move; None where no size does."""
+    why_none: str = ""
+    """Why Inductor has written nothing, so that the graph is the segment itself, which runs its calls one by one."""
 
 
 def begin_compile(segment: Segment, *, early_launches: bool, own_products: bool) -> PendingSegment:
     """Has a segment written, and its kernels compiled.
 
     `early_launches` as for `wholestep.Inductor`; `own_products` says whether matrix products are those of
-    `wholestep.lower.gemm`. A segment that can be compiled for the sizes of one call alone runs its calls one by one.
+    `wholestep.lower.gemm`. A segment that Inductor cannot compile, or for the sizes of one call alone, runs its calls
+    one by one. Raises what a missing compiler raises, and InternalError for faults of ours.
     """
     begin = partial(_begin_compile, segment, early_launches=early_launches, own_products=own_products)
     try:
         found, rest, asked = begin({})
     except NotForAllSizes as error:
         log.warning("%s is not compiled, its calls run one by one: %s", segment.name, error)
-        return PendingSegment(segment, lambda: segment)
+        return PendingSegment(segment, lambda: segment, why_none=str(error))
     except Exception as error:
-        if not is_triton_error(error):
+        if isinstance(error, WholestepError) or is_missing_compiler(error):
             raise
+        if not is_triton_error(error):
+            why = f"{type(error).__name__}: {first_line(error)}"
+            log.warning("%s could not be compiled, its calls run one by one: %s", segment.name, why)
+            return PendingSegment(segment, lambda: segment, why_none=why)
         found, rest, asked = begin(_NO_FUSION)
 
     def finish() -> Compiled:
@@ -147,7 +157,10 @@ def _begin_compile(
     settings = settings_for(graph.graph, device.type) | more | _own_passes(device, own_products)
     context = TracingContext(mode)
     ways = inductor_patches(device, early_launches=early_launches, own_products=own_products)
-    with tracing(context), mode, inductor_config.patch(settings), ways, config_fallback(), defer_waits() as rest:
+    with (
+        tracing(context), mode, _symbols_described(segment), inductor_config.patch(settings), ways, config_fallback(),
+        defer_waits() as rest,
+    ):  # fmt: skip
         found = compile_fx_inner(graph, inputs)
 
     def finish() -> None:
@@ -155,6 +168,11 @@ def _begin_compile(
             rest()
 
     return found, finish, sizes.asked()
+
+
+def _symbols_described(segment: Segment) -> contextlib.AbstractContextManager[object]:
+    """While it is open, operators are described by their Python forms where sizes move: much C++ takes numbers."""
+    return enable_python_dispatcher() if segment.symbols else contextlib.nullcontext()
 
 
 def _device(segment: Segment) -> torch.device:
@@ -244,7 +262,7 @@ class _CapturedLayouts(Numbers):
     """Runs a graph with every result in the layout that it was captured with.
 
     What operators are decomposed into may give other strides: ``cat`` of one tensor beside empty ones becomes a
-    ``clone``, which keeps those of its input. Views and ``as_strided`` behind it count on what was captured.
+    ``clone``, which keeps those of its input. Views and ``as_strided`` after it count on what was captured.
     """
 
     def __init__(self, segment: Segment, sizes: SegmentSizes) -> None:
@@ -268,6 +286,21 @@ class _CapturedLayouts(Numbers):
             raise NotForAllSizes(f"{n.name} has the strides {strides}, which are known for one size alone")
         return copied
 
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """What a call gives. Where it writes a part into a copy of a tensor, the copy has a place for each element.
+
+        The gradient of a sum is one number, seen as many; the backward of a view writes zeros into such a gradient.
+        Inductor writes into a copy that is seen in the same way.
+        """
+        if op_info.writes_into_copy(target) and _sees_places_twice(args[0]):
+            args = (args[0].contiguous(), *args[1:])
+        return super().call_function(target, args, kwargs)
+
+
+def _sees_places_twice(tensor: torch.Tensor) -> bool:
+    dims = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(is_same(step, 0) and not is_same(size, 1) for size, step in dims)
+
 
 def _are_taken_alike(tensor: torch.Tensor, strides: Sequence[Any]) -> bool:
     """Whether a tensor has these strides, as far as anybody takes them. The question is no part of the graph."""
@@ -279,7 +312,7 @@ def _are_taken_alike(tensor: torch.Tensor, strides: Sequence[Any]) -> bool:
 
 
 def decompose(segment: Segment, inputs: list[Any], mode: FakeTensorMode, sizes: SegmentSizes) -> fx.GraphModule:
-    """The segment in the operators that Inductor lowers, with stores of its results as ``copy_`` behind all else.
+    """The segment in the operators that Inductor lowers, with stores of its results as ``copy_`` after all else.
 
     `inputs` are fake tensors of `mode`, or sizes, one per argument; `sizes` has made them.
     """
@@ -293,7 +326,9 @@ def decompose(segment: Segment, inputs: list[Any], mode: FakeTensorMode, sizes: 
             results[result] = None
         return results
 
-    with mode, torch.no_grad(), unwritten(), preserve_node_meta():  # so that kernels are named by what they compute
+    described = _symbols_described(segment)
+    # Metadata, so that kernels are named by what they compute.
+    with mode, torch.no_grad(), described, unwritten(), preserve_node_meta():
         made = make_fx(run, decomposition_table=select_decomp_table() | interpolate.rules(_device(segment)))(*inputs)
     end, old = made.graph.output_node(), segment.graph.output_node().args[0]
     row_sum.gather_sums(made.graph)

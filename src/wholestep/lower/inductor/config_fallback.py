@@ -1,7 +1,7 @@
 """Kernels of which Triton cannot compile one block size: the others do.
 
 Inductor offers several block sizes for most kernels, and leaves out those that need more than a multiprocessor has.
-Where Triton itself fails at one (3.6 on Hopper did at a GELU written by hand in front of a norm of 128 columns, with 8
+Where Triton itself fails at one (3.6 on Hopper did at a hand-written GELU before a norm of 128 columns, with 8
 rows and 2 warps), Inductor gives up the kernel, and with it the graph. Here such a size is left out as well. A worker
 process knows nothing of this: what it could not compile is compiled once more in the process that asked. Where no size
 is left, the graph is compiled with other kernels (`lower/inductor/compile_fx.py`).
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from torch._inductor import async_compile
+from torch._inductor import async_compile, exc
 from torch._inductor import config as inductor_config
 from torch._inductor.runtime import triton_heuristics
 
@@ -25,6 +25,7 @@ _ASKS, _KERNEL = "triton", "_precompile_config"
 _ASKED: Any = async_compile.AsyncCompile
 _HEURISTICS: Any = triton_heuristics
 _TUNED: Any = triton_heuristics.CachingAutotuner
+_NO_COMPILER = (exc.CppCompileError, exc.InvalidCxxCompiler, exc.TritonMissing, exc.GPUTooOldForTriton)
 _FAILURE = "PassManager::run failed"
 """What Triton says when one of its passes gives up."""
 _KNOWN = (
@@ -38,6 +39,15 @@ _KNOWN = (
 def is_triton_error(error: Exception) -> bool:
     """Whether a kernel failed since Triton gave up all of its block sizes."""
     return _FAILURE in str(error)
+
+
+def is_missing_compiler(error: BaseException | None) -> bool:
+    """Whether there is no compiler, or it does not work: then no segment can be compiled."""
+    while error is not None:
+        if isinstance(error, _NO_COMPILER):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 @contextlib.contextmanager

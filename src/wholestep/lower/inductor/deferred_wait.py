@@ -3,7 +3,7 @@
 Inductor writes the kernels of a graph, gives them to processes that compile them, and waits. With ten graphs one after
 the other the workers stand still while a graph is written, and who writes stands still while they work; of the first
 call of W2 on 2 H200s that was 3 of 20 s. Here the futures stay in the module for a while, where kernels will be, and
-what Inductor does behind its wait is done later, too: it collects the binaries and writes an entry to its cache.
+what Inductor does after its wait is done later, too: it collects the binaries and writes an entry to its cache.
 
     with put_off() as rest:
         graph = compile_fx_inner(...)    # not to be called yet

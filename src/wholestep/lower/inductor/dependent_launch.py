@@ -1,16 +1,16 @@
-"""Kernels of Inductor that are launched before the kernel in front of them has ended.
+"""Kernels of Inductor that are launched before the previous kernel has ended.
 
-Programmatic dependent launch, of NVIDIA GPUs since Hopper: a kernel gets its multiprocessors while the one in front of
-it drains, and waits there until all that stands in front of it has been written. A step of many short kernels saves
+Programmatic dependent launch, of NVIDIA GPUs since Hopper: a kernel gets its multiprocessors while the one before it
+drains, and waits there until all that stands before it has been written. A step of many short kernels saves
 a part of the microsecond that is between two of them. On the other hand Inductor's own launcher does not know it, and
 Triton's has to be compiled for every signature: it is the user's choice.
 
 [Note: where a kernel waits]
-Inductor knows the technique and leaves it off. With its option alone a kernel waits only if it reads what the node in
-front of it in the same graph writes, so a wait depends on how well Inductor knows what runs there: of the last
-sum of a reduction in two parts, or the parts of a combined kernel, it does not. Here every kernel waits in
-front of its first access to memory. Since it may let the next one in only behind its own wait, whoever has waited finds
-everything written that any kernel in front of it writes.
+Inductor knows the technique and leaves it off. With its option alone a kernel waits only if it reads what the node
+before it in the same graph writes, so a wait depends on how well Inductor knows what runs there: of the last
+sum of a reduction in two parts, or the parts of a combined kernel, it does not. Here every kernel waits
+before its first access to memory. Since it may let the next one in only after its own wait, whoever has waited finds
+everything written that any kernel before it writes.
 
 Source: NVIDIA, "CUDA C++ Programming Guide", programmatic dependent launch and synchronization.
 """
@@ -50,7 +50,7 @@ def launch_early() -> Iterator[None]:
 
 
 def _wait_always(kernel: Any, buffer: Any, *names: str, consider_reads: bool = False) -> None:
-    """In the place of Inductor's: writes a wait in front of an access. All of a kernel's but the first are dropped."""
+    """In the place of Inductor's: writes a wait before an access. All of a kernel's but the first are dropped."""
     if not kernel._enable_pdl_codegen():
         return
     in_loop = kernel.inside_reduction and kernel.range_trees[-1].is_loop

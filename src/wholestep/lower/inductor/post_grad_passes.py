@@ -1,4 +1,4 @@
-"""Passes of ours over what Inductor is about to lower, behind its own and those that the user has given it."""
+"""Passes of ours over what Inductor is about to lower, after its own and those that the user has given it."""
 
 from __future__ import annotations
 

@@ -205,6 +205,8 @@ class SegmentCompiler:
         """Of those, what came from another process, as it is called."""
         self._asked: dict[str, Asked] = {}
         """What they count on, of sizes that move."""
+        self._why_none: dict[str, str] = {}
+        """Why they are none that Inductor has written."""
         self._unfinished: dict[str, PendingSegment] = {}
         self._device, self._on_cpu = device, device.type == "cpu"
         if not self._on_cpu:
@@ -251,6 +253,8 @@ class SegmentCompiler:
             self._unfinished[key] = begun
             if begun.asked is not None:
                 self._asked[key] = begun.asked
+            if begun.why_none:
+                self._why_none[key] = begun.why_none
         if key in self._asked:
             self._asked[key].require(segment)
 
@@ -275,6 +279,10 @@ class SegmentCompiler:
         self.finish()
         key = self._key(segment)
         return self._loaded.get(key, self._compiled[key])
+
+    def why_none(self, segment: Segment) -> str:
+        """Why the calls of a segment run one by one; empty if it is compiled."""
+        return self._why_none.get(self._key(segment), "")
 
     def _ask(self) -> None:
         """Waits until it is known what the CPU can do, if somebody has asked."""
@@ -322,7 +330,7 @@ def _choose_assembler() -> None:
     """Has Triton use the assembler that comes with torch, if one does, before it compiles or looks for anything.
 
     Inductor does so with its first kernel. Triton asks for the version once and makes it a part of its keys, so kernels
-    of ours would have other keys in a process that builds them before Inductor's than in one that does so behind them.
+    of ours would have other keys in a process that builds them before Inductor's than in one that does so after them.
     """
     if hasattr(compile_tasks, "_set_triton_ptxas_path"):
         compile_tasks._set_triton_ptxas_path()

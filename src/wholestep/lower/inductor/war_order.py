@@ -1,8 +1,8 @@
-"""Writes stay behind the reads of what they overwrite.
+"""Writes stay after the reads of what they overwrite.
 
 Inductor knows that order as dependencies that no load or store shows. Where it fits the loops of two kernels for CPUs
 to each other, it works out anew what they read, and torch 2.11 forgets those dependencies there: a kernel that writes
-to an input is fused into one that stands in front of a reader, under ``torch.compile``, too. Here they are kept, as
+to an input is fused into one that stands before a reader, under ``torch.compile``, too. Here they are kept, as
 torch 2.13 does of itself.
 """
 
@@ -22,7 +22,7 @@ _KNOWN = hasattr(_NODE, _FIT) and hasattr(dependencies, "WeakDep") and hasattr(d
 
 @contextlib.contextmanager
 def keep_write_order() -> Iterator[None]:
-    """While it is open, no kernel forgets behind whom it runs. Nothing changes with a torch of another form."""
+    """While it is open, no kernel forgets after whom it runs. Nothing changes with a torch of another form."""
     if not _KNOWN:
         yield
         return

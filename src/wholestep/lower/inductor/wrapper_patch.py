@@ -14,7 +14,7 @@ Before torch 2.13 such lines gave vectors whatever the shape of the buffer is, a
 that shape here.
 
 Products of matrices (`lower/gemm/matmul_autotune.py`): what Inductor calls them by is put into a namespace of ours, in
-which they are ours, behind its own imports.
+which they are ours, after its own imports.
 
 Lines of another form stay as they are. Code that calls us must not be found by a process that does not know us: it has
 keys of its own in Inductor's cache.
@@ -48,7 +48,7 @@ _OWN_PRODUCTS = (
 _METHOD = "_codegen_mix_order_reduction"
 _HEADER = "write_header"
 
-# Sizes stand in brackets since torch 2.13, which views the sum besides. Another type is cast to behind it. Where sizes
+# Sizes stand in brackets since torch 2.13, which views the sum besides. Another type is cast to afterwards. Where sizes
 # move the number of rows is an expression, in brackets of its own or a call.
 _SUM = re.compile(
     r"(?P<name>\w+) = (?P<workspace>\w+)"

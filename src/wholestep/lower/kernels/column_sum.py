@@ -61,7 +61,7 @@ _kernel: Any = triton.jit(_sum_columns) if triton is not None else None
 
 
 def column_sums(workspace: Tensor, count: int, rows: int, columns: int) -> list[Tensor]:
-    """The sums over the rows of matrices that lie behind each other.
+    """The sums over the rows of matrices that lie one after the other.
 
     Args:
         workspace: float32, the first of ``count * rows * columns`` numbers.

@@ -8,35 +8,35 @@ or in that of a result of a wider type. For every piece::
             own slot
     pull    each rank copies the results of the others to their parts of the result
 
-In front of every push and every pull but the first push all ranks meet.
+Before every push and every pull but the first push all ranks meet.
 Copies between GPUs run on their copy engines; only the addition and the meetings take multiprocessors, and nothing is
 copied within a GPU. The memory of slots is symmetric: every rank has mapped that of all others.
 
 Note: a pipeline
     Copies and meetings stand on one stream, the wire. There are two sets of slots, which the pieces of a message use in
     turn. Where somebody waits for pieces, additions stand on a stream of their own, and a piece is pushed before the
-    one in front of it is pulled, so that the wire has work while ranks add (``|`` is a meeting)::
+    previous one is pulled, so that the wire has work while ranks add (``|`` is a meeting)::
 
         wire    push 0 | push 1 | pull 0 | push 2 | pull 1 | push 3 | pull 2 | pull 3
         add              0        1                 2                 3
 
-    Elsewhere additions stand on the wire, too. A fork costs more there than it gives: behind each, a CUDA graph goes on
-    in one more queue of the device (38 in a step of W3), and where branches share a queue, one waits for what is in
-    front of it in there. On 4 GPUs updates of W3 stood behind a meeting so, and waited for the slowest rank.
+    Elsewhere additions stand on the wire, too. A fork costs more there than it gives: after each, a CUDA graph goes on
+    in one more queue of the device (38 in a step of W3), and where branches share a queue, one waits for what is
+    before it in there. On 4 GPUs updates of W3 stood after a meeting so, and waited for the slowest rank.
 
 Note: rounds
-    A rank copies to or from the next rank first, then the one behind it, and so on. While all are in the same round,
+    A rank copies to or from the next rank first, then the one after it, and so on. While all are in the same round,
     every link carries one copy each way, 340 to 365 GB/s on H200s. Two ranks that copy to the same one have half of
     that each, while a link elsewhere is idle. Ranks that began a message as they came to it, and met only around
     additions, drifted apart until half of their copies had 130 to 220 GB/s; all in all they took 4.1 ms in the place
     of 2.9 in a step of W1 on 4 GPUs. Copies to all others side by side made the step longer still. So ranks begin
-    rounds together. In front of a message they need not meet: where the wire is what the step waits for, they come from
+    rounds together. Before a message they need not meet: where the wire is what the step waits for, they come from
     the message before, together.
 
 Note: nothing is overwritten that somebody still reads
-    The meeting behind a push says that all parts have come, and the addition stands behind it. The one in front of a
-    pull says that all ranks have added, so behind it slots are free. Nobody pushes to where an owner's sums lie: those
-    it overwrites behind the next meeting behind a push, to which all come behind their last pull.
+    The meeting after a push says that all parts have come, and the addition stands after it. The one before a
+    pull says that all ranks have added, so after it slots are free. Nobody pushes to where an owner's sums lie: those
+    it overwrites after the next meeting that follows a push, to which all come after their last pull.
 
 Note: nothing waits for ever
     Meetings wait for other ranks, and nothing else does. They all stand on one stream, in the same order on all ranks.
@@ -49,7 +49,7 @@ Note: nothing waits for ever
 Note: CUDA graphs
     The streams branch off from the stream of the caller, and the wire waits for the last addition, so a capture is
     joined by who waits for the message. What the streams did before a capture is not part of it, and needs not be: a
-    graph begins behind what its stream has waited for, and that is every message of the step before, pulls included.
+    graph begins after what its stream has waited for, and that is every message of the step before, pulls included.
 
 Sources: Thakur et al., "Optimization of Collective Communication Operations in MPICH", 2005 (reduce-scatter and
 all-gather); PyTorch's symmetric memory, for the mapping and the meetings.
@@ -90,7 +90,7 @@ products of W1 and up to 300 beside large ones, until a multiprocessor is free, 
 takes to be pushed and pulled among 4 GPUs is 4.3 us (350 GB/s, measured).
 """
 SPLIT_BYTES = 64 << 20
-"""Messages from here on travel in an even number of pieces where somebody waits for the first of two: behind it, all
+"""Messages from here on travel in an even number of pieces where somebody waits for the first of two: after it, all
 that an update needs to begin is there. Others are one piece, if they can: that is half as many copies, with 7 us
 between them, and a meeting less."""
 WIRE, ADD = 0, 1
@@ -121,7 +121,7 @@ class Peers(Protocol):
         ...
 
     def wait(self, stream: int, other: int) -> None:
-        """What `stream` is given from now on runs behind what `other` has been given so far, or has waited for."""
+        """What `stream` is given from now on runs after what `other` has been given so far, or has waited for."""
         ...
 
     def meet(self, stream: int) -> None:
@@ -129,7 +129,7 @@ class Peers(Protocol):
         ...
 
     def mark(self, stream: int) -> Any:
-        """An event behind what `stream` has been given so far, or has waited for."""
+        """An event after what `stream` has been given so far, or has waited for."""
         ...
 
 
@@ -140,14 +140,14 @@ type."""
 
 
 Pieces = Sequence[tuple[int, Any]]
-"""(elements, event): so many from the start of a result are there behind this event and those before it. Behind the
+"""(elements, event): so many from the start of a result are there after this event and those before it. After the
 last event all of it is, and no stream reads or writes it or the message any more."""
 
 
 def all_reduce(message: Tensor, result: Tensor, peers: Peers, add: Add, *, split: bool = True) -> Pieces:
     """Gives every rank what `add` makes of the messages of all.
 
-    The streams have waited for the message: both with `split`, else the wire. The result is there behind `WIRE`.
+    The streams have waited for the message: both with `split`, else the wire. The result is there after `WIRE`.
 
     Args:
         message: one dimension.
@@ -196,7 +196,7 @@ def _slots(peers: Peers, rank: int, row_bytes: int, dtype: torch.dtype) -> Tenso
 def _phases(num_pieces: int) -> Iterator[tuple[int | None, int | None]]:
     """The piece that is pushed, and the one that is pulled, in each phase of a message. Never both.
 
-    A piece is added in the phase behind its push, and pulled in a later one.
+    A piece is added in the phase after its push, and pulled in a later one.
     """
     for piece in range(num_pieces):
         yield piece, None

@@ -2,7 +2,7 @@
 
 Backward of a layer, the gradient of each bias is the sum over the rows of a matrix that a product reads as well.
 Inductor makes two kernels of each: parts, and sums of parts. For a layer of W1 those are eight kernels, each of which
-takes 2 or 3 us whatever it does. Here they are two for up to eight matrices of a segment, behind the last of them::
+takes 2 or 3 us whatever it does. Here they are two for up to eight matrices of a segment, after the last of them::
 
     b0 = sum(x0, [0]); mm(x0, w0)               mm(x0, w0)
     b1 = sum(x1, [0]); mm(x1, w1)       ->      mm(x1, w1)
@@ -247,7 +247,7 @@ def gather_sums(graph: fx.Graph) -> int:
 
 
 def _replace(graph: fx.Graph, sums: Sequence[_Sum]) -> None:
-    """Has one call make sums of one kind, behind the last of them."""
+    """Has one call make sums of one kind, after the last of them."""
     _, rows, dtype, result = sums[0].kind
     matrices = [one.matrix for one in sums]
     columns = [matrix.meta["val"].shape[1] for matrix in matrices]

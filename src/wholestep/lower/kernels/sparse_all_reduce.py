@@ -2,7 +2,7 @@
 
 All on the wire, the stream of `lower/kernels/copy_all_reduce.py`::
 
-    meet    all ranks are behind what they did with their memory for earlier messages
+    meet    all ranks are past what they did with their memory for earlier messages
     pack    each rank puts the indices it has looked up, and the rows of its table there, into its own slot
     push    ... and copies it into its slot in the memory of the others
     meet    all slots have come
@@ -58,7 +58,7 @@ WHOLE = -1
 """In the place of a number of rows."""
 _ALIGNED_BYTES = 128
 _HEAD = _ALIGNED_BYTES // 4
-"""Integers in front of a slot's indices, of which the first one is the number of rows."""
+"""Integers before a slot's indices, of which the first one is the number of rows."""
 _BLOCK = 1024
 """Elements of a row that a program reads at once; of indices, too."""
 _ROWS = 4
@@ -73,7 +73,7 @@ class Layout:
     width: int
     dtype: torch.dtype
     slots_start: int
-    """Bytes in front of the first slot."""
+    """Bytes before the first slot."""
     slot_bytes: int
     capacity: int
     """How many rows a slot has room for; less than 1 where there is none for the table."""
@@ -91,7 +91,7 @@ class Layout:
 
     @property
     def rows_start(self) -> int:
-        """Bytes of a slot in front of its rows."""
+        """Bytes of a slot before its rows."""
         return _aligned(4 * (_HEAD + self.capacity))
 
     def used_bytes(self, count: int) -> int:
@@ -143,7 +143,7 @@ class Kernels(Protocol):
 def all_reduce_rows(table: Tensor, indices: Tensor | None, peers: Peers, kernels: Kernels) -> None:
     """Leaves the sum, or the mean, of the tables of all ranks in the table of each.
 
-    The wire has waited for the table. The sum is there behind `WIRE`, and nobody reads anything any more.
+    The wire has waited for the table. The sum is there after `WIRE`, and nobody reads anything any more.
 
     Args:
         table: shape (rows, width), contiguous.

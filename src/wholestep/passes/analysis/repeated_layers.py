@@ -97,7 +97,7 @@ def best_unit(
 
 
 def occurrences(kinds: Sequence[int], unit: tuple[int, ...], may_cut: Callable[[int], bool]) -> list[int]:
-    """Where a unit begins, one behind the other, with cuts allowed at both of its ends."""
+    """Where a unit begins, one after the other, with cuts allowed at both of its ends."""
     starts, place, length = [], 0, len(unit)
     while unit and place + length <= len(kinds):
         fits = kinds[place] == unit[0] and tuple(kinds[place : place + length]) == unit
@@ -205,7 +205,7 @@ class _CutPoints:
     def __call__(self, place: int) -> bool:
         """Whether a cut may stand before the node of this place."""
         if self._first_update < place <= self._last_risk:
-            return False  # inputs are written behind the last call that may refuse its values
+            return False  # inputs are written after the last call that may refuse its values
         for at in range(place, len(self._by_library)):
             if self._first_source[at] < place:  # the first node that reads what is before the cut
                 return self._by_library[at]
@@ -217,7 +217,7 @@ class _CutPoints:
 
     @cached_property
     def alive_bytes(self) -> list[int]:
-        """Per place, bytes of values of the run that are made before it and read there or behind it."""
+        """Per place, bytes of values of the run that are made before it and read there or after it."""
         change = [0] * (len(self._bytes) + 1)
         for place, (num_bytes, readers) in enumerate(zip(self._bytes, self._readers, strict=True)):
             change[place + 1] += num_bytes

@@ -4,8 +4,8 @@ Note: what must stand before what
     Arguments before what reads them. Random operators among each other, as they share a generator; an effect, and
     whatever handles storages and version counters, stays where it is. Collectives start in the order given: it is the
     same on every rank, also where batches differ and with them the times. A node that could write to an input in place
-    stands behind what reads that input now, so that it still can. Where a compiler makes one kernel of an update, its
-    first calls (AdamW's decay) stand behind the waits of its last: done earlier, to fill the time, they would be a
+    stands after what reads that input now, so that it still can. Where a compiler makes one kernel of an update, its
+    first calls (AdamW's decay) stand after the waits of its last: done earlier, to fill the time, they would be a
     kernel of their own, and their values would be written to memory and read again.
 """
 
@@ -55,7 +55,7 @@ class Tasks:
 def tasks_of(program: Program, cost: CostModel, *, hold_updates: bool = False) -> Tasks:
     """The calls of a program as numbers.
 
-    `hold_updates`: inputs are written behind all collectives.
+    `hold_updates`: inputs are written after all collectives.
     """
     nodes = tuple(node for node in program.graph.nodes if node.op not in ("placeholder", "output"))
     number_of = {node: number for number, node in enumerate(nodes)}

@@ -1,4 +1,4 @@
-"""How tensors lie in the message of a bucket: one behind another in a flat one, or each where it is.
+"""How tensors lie in the message of a bucket: one after another in a flat one, or each where it is.
 
 Gradients that are summed are copied into a flat message. Shards are not: one call has a message for each of them.
 Before and after::
@@ -32,9 +32,9 @@ _TOGETHER: dict[Any, Any] = {
 
 
 def coalesce(graph: fx.Graph, starts: Sequence[fx.Node], record: Bucket, *, at: fx.Node) -> list[fx.Node]:
-    """Replaces collectives that differ in their tensor alone by one, in front of `at`. Gives what each brings.
+    """Replaces collectives that differ in their tensor alone by one, before `at`. Gives what each brings.
 
-    A wait stands in front of the first of those that it replaces, or behind the new call.
+    A wait stands before the first of those that it replaces, or after the new call.
     """
     if len(starts) == 1:
         node_meta.set_bucket(starts[0], record)

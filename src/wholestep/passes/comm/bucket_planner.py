@@ -57,7 +57,7 @@ DEPENDS = "closed: the next gradient depends on the reduction of one in here"
 END = "end: no gradient of this type is left"
 
 Cuts = dict[int, str]
-"""Items behind which a bucket is closed, each with the reason."""
+"""Items after which a bucket is closed, each with the reason."""
 
 
 def pack(
@@ -71,7 +71,7 @@ def pack(
 
     An item joins the open group of its key or opens the next one.
 
-    A group has items of one key and ends behind an item in `cuts`. `needs[i]` are the items that must be done before
+    A group has items of one key and ends after an item in `cuts`. `needs[i]` are the items that must be done before
     item i can start. Nothing in a group needs the group itself, also not by way of other groups, so the groups can be
     done one after another. Groups come in the order in which they are opened.
     """
@@ -276,7 +276,7 @@ def _reason(rating: _Rating, without: _Rating) -> str:
 
 
 def predict(groups: Sequence[Group], costs: Costs) -> Outcome:
-    """The step with these buckets: backward, reductions beside it, updates behind it."""
+    """The step with these buckets: backward, reductions beside it, updates after it."""
     clock = Clock(costs.sharing)
     order = sorted(range(len(groups)), key=lambda number: groups[number].items[-1])
     work_us = 0.0  # what the device has done of the work whose end is `end_us`
@@ -308,7 +308,7 @@ class _State:
 
 
 def _search(items: Sequence[int], sizes_bytes: Sequence[int], costs: Costs, cap_bytes: int, price: float) -> list[int]:
-    """Items of one key behind which to cut, by dynamic programming."""
+    """Items of one key after which to cut, by dynamic programming."""
     # `price`: what a microsecond of communication costs, hidden or not.
     units = _units(items, sizes_bytes)
     ends = [unit[-1] for unit in units]

@@ -385,7 +385,7 @@ def _delay_waits(graph: fx.Graph, reduction: _Reduction) -> None:
 
 def _first_reader(graph: fx.Graph, members: Sequence[_Reduction], *, after: fx.Node) -> fx.Node:
     """The first node after `after` that reads a result."""
-    # Readers before it will be moved behind it.
+    # Readers before it will be moved after it.
     readers = {user for one in members for wait in one.waits for user in wait.users}
     node = after.next
     early = not readers or any(_before(reader, after) for reader in readers)

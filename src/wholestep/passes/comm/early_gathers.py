@@ -7,12 +7,12 @@ Before and after, with two buckets::
     gather 0; gather 1                               update 1; gather 1
 
 Collectives start in one order, which is the same on every rank and which the scheduler keeps. As written, all gathers
-stand behind the last reduction, and would have nothing to hide behind.
+stand after the last reduction, and would have nothing to hide behind.
 
 Before the optimizer is split by bucket, every gather needs all reductions.
 
 [Note: how early]
-A gather can start when the last reduction that it needs is over. It goes in front of the first reduction behind that
+A gather can start when the last reduction that it needs is over. It goes before the first reduction after that
 one which would not have to wait for it, by predicted times. Those that fit nowhere stay at the end.
 """
 
@@ -32,9 +32,9 @@ from wholestep.passes.comm.gather_buckets import needed_since
 
 
 def start_gathers_early(program: Program, *, cost: CostModel, hold_updates: bool = False) -> Program:
-    """The program with gathers that nothing in it uses in front of reductions that need not wait for them.
+    """The program, with gathers that nothing in it uses put before reductions that need not wait for them.
 
-    `cost`: predicted times; the same on every rank. `hold_updates`: inputs are written behind the last collective, so
+    `cost`: predicted times; the same on every rank. `hold_updates`: inputs are written after the last collective, so
     all gathers stay at the end. A program without such gathers is left as it is.
     """
     nodes = list(program.graph.nodes)
@@ -66,7 +66,7 @@ def _brings_updates(node: fx.Node) -> bool:
 def _last_needed(gather: fx.Node, reductions: Sequence[fx.Node]) -> int:
     """The last reduction that a gather depends on, by its place; -1 for none.
 
-    One behind all of them where it depends on a call that keeps its order, such as a draw of random numbers.
+    One after all of them where it depends on a call that keeps its order, such as a draw of random numbers.
     """
     places = {node: place for place, node in enumerate(reductions)}
     seen, stack, last = {gather}, [gather], -1
@@ -118,7 +118,7 @@ def _in_front(
     ready_us: Mapping[fx.Node, float],
     link: _Link,
 ) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
-    """Each reduction with the gathers that go in front of it, in their order."""
+    """Each reduction with the gathers that go before it, in their order."""
     waiting, over_us = deque(one for one in gathers if needs[one] < len(reductions)), [0.0] * len(reductions)
     for place, reduction in enumerate(reductions):
         early: list[fx.Node] = []

@@ -1,4 +1,4 @@
-"""Merges gathers of shards into buckets: fewer calls, each in front of the first use of what it brings.
+"""Merges gathers of shards into buckets: fewer calls, each before the first use of what it brings.
 
 This is the planning of gradient buckets (`wholestep.passes.comm.bucket_planner`) with time running backwards: a gather
 has to be over before its value is used, as a reduction cannot start before its value is there. Looked at from the end,
@@ -7,8 +7,8 @@ parameters that were updated in shards, have no use in it: they start when they 
 
 [Note: gathers before reductions]
 Collectives start in one order, which is the same on every rank and which no later pass changes. The reduction of a
-layer's gradients is ready just before the layer in front of it needs its parameters. So a gather stands before the
-reductions that lie between it and the gather in front of it, and the scheduler can start it a bucket early::
+layer's gradients is ready just before the previous layer needs its parameters. So a gather stands before the
+reductions that lie between it and the gather before it, and the scheduler can start it a bucket early::
 
     gather 1; layer 1; reduce 1; gather 0; layer 0   ->   gather 1; layer 1; gather 0; reduce 1; layer 0
 """
@@ -83,7 +83,7 @@ def _in_order(program: Program, phase: str, starts: list[fx.Node], cost: CostMod
         node: max((reductions.get(name, _NO_REDUCTION) for name in _members(node)), default=_NO_REDUCTION)
         for node in starts
     }
-    # In the order of its reduction, so that buckets of the same size are full behind the same parameters.
+    # In the order of its reduction, so that buckets of the same size are full after the same parameters.
     ordered = starts[::-1] if has_uses else sorted(starts, key=lambda node: (at_us[node], last[node]))
     return _Gathers(
         starts=ordered, sizes_bytes=[node_meta.num_bytes(node) for node in ordered],
@@ -109,7 +109,7 @@ def _reductions(program: Program) -> dict[str, tuple[int, int]]:
 def _levels(graph: fx.Graph) -> dict[fx.Node, tuple[int, int]]:
     """By node, the most gathers on a way to it, and the place of the last call on such a way that draws or has effects.
 
-    Gathers of one level can share a bucket: none depends on another, and all stand behind the same calls that keep
+    Gathers of one level can share a bucket: none depends on another, and all stand after the same calls that keep
     their order.
     """
     levels: dict[fx.Node, tuple[int, int]] = {}
@@ -130,7 +130,7 @@ def _times_us(
 ) -> tuple[dict[fx.Node, float], float]:
     """When each gather stands, of computation from the start of the step, and when the step ends.
 
-    An updated parameter stands behind all gradients, since one call updates all of them, but can be gathered once the
+    An updated parameter stands after all gradients, since one call updates all of them, but can be gathered once the
     reduction of its own gradient is over.
     """
     times_us = cost.times_us(list(program.graph.nodes))
@@ -180,7 +180,7 @@ def _text(gathers: _Gathers) -> str:
 
 
 def _bring_into_order(graph: fx.Graph, starts: Sequence[fx.Node]) -> None:
-    """Moves the starts behind the last of them, in the order given; their readers are sorted behind them later."""
+    """Moves the starts after the last of them, in the order given; their readers are sorted after them later."""
     behind = max(starts, key=graph_edit.positions(graph).__getitem__).next
     for node in starts:
         behind.prepend(node)
@@ -221,7 +221,7 @@ def _before_reductions(graph: fx.Graph) -> None:
 
 
 def needed_since(node: fx.Node, since: fx.Node, order: dict[fx.Node, int]) -> set[fx.Node]:
-    """What a node depends on, as far as it does not stand in front of `since`."""
+    """What a node depends on, as far as it does not stand before `since`."""
     found, stack = set[fx.Node](), [node]
     while stack:
         for arg in stack.pop().all_input_nodes:

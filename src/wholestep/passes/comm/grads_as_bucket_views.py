@@ -1,6 +1,6 @@
 """Gradients are computed straight into their bucket, so that filling it copies nothing.
 
-Before and after, behind `reinplace`::
+Before and after, once `reinplace` has run::
 
     mm = aten.mm.default(a, b)                        flat = aten.empty.memory_format([6], ...)
     ...                                               part = aten.as_strided.default(flat, [2, 3], [3, 1], 0)
@@ -10,7 +10,7 @@ Before and after, behind `reinplace`::
 
 Note: when a gradient may live in its bucket
     Its memory was made by an operator that can write its result anywhere; it is dense, and of the bucket's type;
-    nothing reads it behind the place where the bucket is filled, since the reduction changes it. Its place is aligned
+    nothing reads it after the place where the bucket is filled, since the reduction changes it. Its place is aligned
     where it is a matrix product: to memory that is not, MKL writes other bits (seen with AVX2). Gradients for which
     that does not hold are copied into their place. A bucket of which less than half could be filled so keeps its one
     ``cat``, but for one of many parts on a GPU. The bucket is alive from its first gradient on; where that would raise
@@ -132,7 +132,7 @@ def _slots(cat: fx.Node, memory: Memory) -> list[_Slot]:
 
 
 def _may_write(maker: fx.Node, start: int) -> bool:
-    """Whether it gives the same bits where it writes behind `start` elements."""
+    """Whether it gives the same bits where it writes after `start` elements."""
     place_bytes = start * node_meta.tensor(maker).element_size()
     return _OUT[maker.target] not in _PRODUCTS or place_bytes % node_meta.ALIGNMENT_BYTES == 0  # type: ignore[index]
 

@@ -1,7 +1,7 @@
 """Sends gradients that are half-precision products in half precision.
 
 A weight that autocast has cast has a gradient of the small type, which is cast and reduced in float32. What is added is
-the same if the cast comes behind the journey, and half as many bytes go there. Before and after, of a bucket that holds
+the same if the cast comes after the journey, and half as many bytes go there. Before and after, of a bucket that holds
 such gradients alone::
 
     mm = aten.mm(dy.t(), x)                   # bfloat16        mm = aten.mm.dtype(dy.t(), x, bfloat16)

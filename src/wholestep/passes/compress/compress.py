@@ -358,7 +358,7 @@ def _line(tensor: Tensor) -> Tensor:
 
 
 def _between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
-    """The nodes behind `first` and before `last`."""
+    """The nodes after `first` and before `last`."""
     nodes, node = [], first.next
     while node is not last:
         nodes.append(node)

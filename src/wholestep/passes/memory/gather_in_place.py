@@ -59,7 +59,7 @@ def gather_in_place(
 
 
 def _is_last_reader(program: Program, memory: Memory, node: fx.Node, shard: fx.Node, target: fx.Node) -> bool:
-    """Whether nobody reads the input behind the gather, but the gather its own rows."""
+    """Whether nobody reads the input after the gather, but the gather its own rows."""
     block, position = memory.block(target), memory.position[node]
     if block.constant or block.inputs != [target]:
         return False

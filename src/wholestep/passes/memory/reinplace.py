@@ -7,10 +7,10 @@ Before it the program is functional: an AdamW update reads a parameter and gives
     ... WRITE of w: getitem_16                                  WRITE of w: None (it is already there)
 
 Note: when ``y = f(x, ...)`` may become ``f_(x, ...)``
-    x and y have the same shape, strides and type; nothing that overlaps with x is read behind f, except
+    x and y have the same shape, strides and type; nothing that overlaps with x is read after f, except
     through y; no other argument of f overlaps with x (being x itself is fine where f is elementwise); x is
     no constant. If x lives in an input, that input has a WRITE output, shares memory with no other input,
-    and f stands behind the last call that may fail (a collective, a look-up): an error leaves every input as it was.
+    and f stands after the last call that may fail (a collective, a look-up): an error leaves every input as it was.
 
 Note: writes
     A WRITE whose value ends up in the memory of its input is done; all others are copied at the very end.
@@ -65,7 +65,7 @@ class _Argument:
 def reinplace(program: Program, *, hold_updates: bool = True) -> Program:
     """The scheduled program: calls in place, inputs written, None for writes that are done.
 
-    `hold_updates`: inputs are written behind the last collective, so that a peer that dies leaves them as they were.
+    `hold_updates`: inputs are written after the last collective, so that a peer that dies leaves them as they were.
     Notes say how many calls run in place and how many bytes of inputs are copied at the end.
     """
     if program.stage is Stage.SCHEDULED:
@@ -79,7 +79,7 @@ def reinplace(program: Program, *, hold_updates: bool = True) -> Program:
     return program.with_notes(
         f"{work.num_done} calls run in place, {work.num_kept} that could by their schema do not",
         f"{printer.bytes_text(copied)} of inputs are copied at the end of the step",
-        *([f"{sunk} calls moved behind the last one that may fail, because they write to inputs"] if sunk else []),
+        *([f"{sunk} calls moved after the last one that may fail, because they write to inputs"] if sunk else []),
     )
 
 
@@ -276,12 +276,12 @@ class _Reinplace:
             for target, value in freed.items():
                 graph_edit.emit(self.graph, op_info.RESIZE_STORAGE_, target, 0, like=value)
         for node in self.graph.find_nodes(op="call_function", target=op_info.SET_VERSION):
-            self.graph.output_node().prepend(node)  # behind the writes, which count
+            self.graph.output_node().prepend(node)  # after the writes, which count
         graph_edit.set_results(self.graph, results)
         return sum(node_meta.num_bytes(target) for target in pending)
 
     def _without_memory(self) -> set[fx.Node]:
-        """Inputs whose storage has 0 bytes behind the last call."""
+        """Inputs whose storage has 0 bytes after the last call."""
         pairs = zip(self.program.placeholders, self.program.inputs, strict=True)
         found = {node for node, record in pairs if record.freed}
         for call in self.graph.find_nodes(op="call_function", target=op_info.RESIZE_STORAGE_):

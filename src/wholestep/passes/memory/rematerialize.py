@@ -12,12 +12,12 @@ Before and after, where `hidden` is large and cheap::
 
 Note: what is never computed again
     Collectives and waits, effects, operators that are not torch's own, calls that may fail (updates of parameters
-    stand behind the last of those, and would move), sizes that are data, and what the step returns. In modules that
+    stand after the last of those, and would move), sizes that are data, and what the step returns. In modules that
     the user checkpoints nothing else is dropped: what is left there is what was asked to be kept.
 
 Note: random numbers
     A random operator that is done again draws the same numbers: the state of its generator is read before it, set for
-    the time of the second call, and set back behind that, so that later draws do not notice.
+    the time of the second call, and set back after that, so that later draws do not notice.
 """
 
 from __future__ import annotations

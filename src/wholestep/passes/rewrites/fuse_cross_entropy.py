@@ -113,8 +113,8 @@ def fuse_cross_entropy(program: Program, *, fuses: Callable[[fx.Node], bool] = l
 def _in_float32(graph: fx.Graph, logs: fx.Node) -> fx.Node:
     """Logarithms of logits in half precision, in float32 with the casts as nodes of their own; others as they are.
 
-    Under autocast on a GPU ``log_softmax`` gives float32, and its gradient in half precision: casts in front of the one
-    and behind the other. What ``cross_entropy`` calls gives half precision there, of which the loss reads a cast to
+    Under autocast on a GPU ``log_softmax`` gives float32, and its gradient in half precision: casts before the one
+    and after the other. What ``cross_entropy`` calls gives half precision there, of which the loss reads a cast to
     float32: that rounding is left out, as compilers leave it out that fuse both.
     """
     gradients = {user: user.args[0] for user in logs.users if user.target is _aten._log_softmax_backward_data.default}
@@ -171,7 +171,7 @@ class _Path:
     views: list[fx.Node]
     """What views there are between the two, first to last, a cast to float32 left out."""
     back: dict[fx.Node, list[fx.Node]]
-    """What the rest of the step reads of the gradient, behind views and a cast back, and those views."""
+    """What the rest of the step reads of the gradient, through views and a cast back, and those views."""
 
 
 def _path(loss: _Loss) -> _Path | None:

@@ -113,7 +113,7 @@ def _fuse_backward(graph: fx.Graph, gradient: fx.Node, fuses: Callable[[fx.Node]
     pre = _matrix(activated, product)
     if pre is None or not fuses(product):
         return False
-    # Where the activation stood: what stands in between, sums for a bias, belongs to the kernels in front.
+    # Where the activation stood: what stands in between, sums for a bias, belongs to earlier kernels.
     with graph.inserting_before(gradient):
         new = graph_edit.emit(graph, PRODUCT_GELU_BACKWARD, *product.args, pre, like=gradient)
         new = _in_shape_of(graph, gradient, new)

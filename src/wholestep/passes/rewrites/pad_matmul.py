@@ -10,7 +10,7 @@ zeros are added up besides, and what comes of them is cut off. Before and after,
     dw = mm(grad.t(), x)                   dw = mm(rows.t(), x)[:N]
 
 A tensor gets its zeros once for all products that read it, a weight in the forward and the backward, a gradient for
-both products behind it. Numbers are the same, up to the order of sums. torch.compile pads products as well (`pad_mm`).
+both products after it. Numbers are the same, up to the order of sums. torch.compile pads products as well (`pad_mm`).
 
 Note: which sizes count
     Those along rows in memory, of both factors and of the result: for ``mm(a, b)`` with a (M, K) and b (K, N) always N,
@@ -63,7 +63,7 @@ class Rates:
     aligned_flops: float = 600e12
     """Of products with rows of whole vectors. Between 600 and 800 were seen."""
     num_bytes: float = 4e12
-    """That a kernel reads and writes which puts zeros behind rows, or copies."""
+    """That a kernel reads and writes which puts zeros at the end of rows, or copies."""
     launch_s: float = 2e-6
     """What such a kernel takes besides."""
 
@@ -72,7 +72,7 @@ def pad_matmul(program: Program, *, pads: Callable[[fx.Node], bool], rates: Rate
     """The program with products of odd sizes padded, where that pays.
 
     `pads` says of a product, ``mm`` or ``addmm``, whether its device is one that is slow with odd sizes. It pays where
-    the product takes so much less at the `rates` that zeros can be put behind its factors meanwhile, by kernels of
+    the product takes so much less at the `rates` that its factors can be padded meanwhile, by kernels of
     their own. What another product has had padded costs nothing any more, nor what writes its zeros itself
     (`wholestep.passes.rewrites.padded_cross_entropy`). Cutting off costs nothing, but for readers that need a copy
     (`wholestep.passes.rewrites.padded_views`).
@@ -110,13 +110,13 @@ class _Matrix:
     """Whether the factor is that one transposed."""
 
     def padded(self, rows: int, columns: int) -> _Padded:
-        """The base with zeros behind rows and columns of the factor."""
+        """The base with zeros at the end of rows and columns of the factor."""
         return _Padded(self.base, columns, rows) if self.transposed else _Padded(self.base, rows, columns)
 
 
 @dataclass(frozen=True, slots=True)
 class _Padded:
-    """A tensor with zeros behind it."""
+    """A tensor padded with zeros."""
 
     base: fx.Node
     rows: int
@@ -186,7 +186,7 @@ class _Padding:
 
     @property
     def num_made(self) -> int:
-        """How many tensors there are with zeros behind them."""
+        """How many tensors are padded with zeros."""
         return len(self._made)
 
     def pad(self, product: _Product, *, keeps_size: bool) -> bool:
@@ -303,7 +303,7 @@ def _is_reduced(node: fx.Node) -> bool:
 
 
 def _insertion_point(graph: fx.Graph, base: fx.Node, reader: fx.Node) -> AbstractContextManager[None]:
-    """Where zeros are put behind a tensor: as it is written, so that a compiler makes that one kernel. Not where
+    """Where a tensor is padded: as it is written, so that a compiler makes that one kernel. Not where
     nothing is written then: that would keep both for long, or wait for what arrives."""
     written = base.op == "call_function" and base.target is not op_info.WAIT and not op_info.is_view(base)
     behind = written and node_meta.origin(base).region is node_meta.origin(reader).region

@@ -1,10 +1,10 @@
 """The kernel of cross-entropy reads and writes rows that products have padded, as they are.
 
-`pad_matmul` leaves it a part of padded logits, and puts zeros behind the gradient that it gives: the largest tensor
+`pad_matmul` leaves it a part of padded logits, and pads with zeros the gradient that it gives: the largest tensor
 of a language model, written twice. The kernel writes the zeros itself. Before and after, with V classes in rows of W::
 
     both = cross_entropy(wide[:, :V], ...)            both = cross_entropy(wide, ..., classes=V)
-    gradient = both[1]                         ->     rows = both[1]                               # zeros behind V
+    gradient = both[1]                         ->     rows = both[1]                               # zeros after V
     rows = pad(gradient, W - V)                       gradient = rows[:, :V]
 """
 
@@ -36,7 +36,7 @@ def pad_cross_entropy(program: Program) -> Program:
     if not count:
         return program
     graph_edit.remove_dead_code(program.graph)
-    return program.with_notes(f"{count} cross-entropies have logits in whole rows, with zeros behind the classes")
+    return program.with_notes(f"{count} cross-entropies have logits in whole rows, with zeros after the classes")
 
 
 def writes_zeros(tensor: fx.Node) -> bool:

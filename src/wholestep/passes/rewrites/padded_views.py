@@ -76,7 +76,7 @@ def replace_readers(node: fx.Node, sliced: fx.Node, fit: Mapping[fx.Node, bool])
 
 
 def leading_slice(wide: fx.Node, shape: torch.Size) -> fx.Node:
-    """The first rows and columns of a matrix, right behind it."""
+    """The first rows and columns of a matrix, right after it."""
     graph, sliced = wide.graph, wide
     for dim, size in enumerate(shape):
         if not is_same(node_meta.tensor(sliced).shape[dim], size):

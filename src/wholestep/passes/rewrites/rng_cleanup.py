@@ -1,6 +1,6 @@
 """Drops what reads and sets the state of a random generator, where that changes no number.
 
-Activation checkpointing saves the states of all generators in front of a block and sets them for its recompute. In a
+Activation checkpointing saves the states of all generators before a block and sets them for its recompute. In a
 block without dropout nobody draws in between::
 
     then = rng_get("cuda")                        forward

@@ -1,6 +1,6 @@
 """What the host only returns, or computes results of, is read at the end of the step.
 
-``loss.item()`` makes the host wait for the GPU. In the middle of a step that ends a CUDA graph, and what is behind it
+``loss.item()`` makes the host wait for the GPU. In the middle of a step that ends a CUDA graph, and what comes after it
 is launched late; at the end it costs nothing that the caller would not wait for anyway. Before and after::
 
     number = item(loss)                       clip, update parameters

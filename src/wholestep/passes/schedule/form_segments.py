@@ -15,7 +15,7 @@ Note: views
     gives no views back. So no two arguments or results are the same memory seen twice.
 
 Note: what may fail
-    Inputs are written behind the last call that may refuse its values. Where a segment holds such a call, an update of
+    Inputs are written after the last call that may refuse its values. Where a segment holds such a call, an update of
     an input ends it and stands in the next one.
 """
 
@@ -210,7 +210,7 @@ def _fits(call: fx.Node, target: fx.Node) -> bool:
 
 
 def _hoist_getitems(graph: fx.Graph) -> None:
-    """Moves items right behind the call that gives them, with which they go into a segment."""
+    """Moves items right after the call that gives them, with which they go into a segment."""
     for node in list(graph.nodes):
         if (
             node.op == "call_function"
@@ -283,7 +283,7 @@ def _is_read_outside(node: fx.Node, members: set[fx.Node]) -> bool:
 def _replace(
     graph: fx.Graph, run: list[fx.Node], results: list[fx.Node], segment: Segment, arguments: Iterable[fx.Node]
 ) -> None:
-    """The call of `segment` behind `run`, whose members go."""
+    """The call of `segment` after `run`, whose members go."""
     with graph.inserting_after(run[-1]):
         call = graph.call_function(segment, tuple(arguments))
     call.name = segment.name.removeprefix("run_")

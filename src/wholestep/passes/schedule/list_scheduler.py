@@ -73,7 +73,7 @@ def _starting_at_once(problem: Problem, bound_bytes: int) -> list[Order]:
     eager, *kept = _with_reserves(problem, bound_bytes)
     without_late = replace(problem, late=[False] * len(problem.tasks))
     plain = _Scheduler(without_late, bound_bytes, 0.0).run()
-    reason = "updates stand behind the backward"
+    reason = "updates stand after the backward"
     return [*kept, eager, rate(without_late, plain, bound_bytes=bound_bytes, reason=reason)]
 
 

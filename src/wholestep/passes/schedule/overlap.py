@@ -42,7 +42,7 @@ def overlap_communication(
         cost: predicted times; the same on every rank, so that all find the same order.
         bound_bytes: bound of the bytes that live besides the inputs; None: what the order given needs, plus 2 % (5 % in
             a step with gathers), which can always be kept.
-        hold_updates: inputs are written behind the last collective.
+        hold_updates: inputs are written after the last collective.
 
     Raises:
         ConfigError: for a bound that no order keeps; it names the smallest that one does.
@@ -115,7 +115,7 @@ def _bring_together(program: Program, compiles: Callable[[fx.Node], bool]) -> No
 
 
 def _move(program: Program, nodes: Iterable[fx.Node]) -> None:
-    """Puts the nodes in this order, behind the inputs."""
+    """Puts the nodes in this order, after the inputs."""
     inputs = program.placeholders
     cursor = inputs[-1] if inputs else None
     for node in nodes:

@@ -10,7 +10,7 @@ so would a CUDA graph. Before and after::
     addcdiv = aten.addcdiv(mul, m, d, rate)   mul = aten.mul(w, element(packed, 1))
                                               addcdiv = aten.addcdiv(mul, m, d, element(packed, 0))
 
-Numbers that the host makes of what a GPU has computed travel there in the same way, behind the last of them.
+Numbers that the host makes of what a GPU has computed travel there in the same way, after the last of them.
 
 What reads `element` gets a tensor of no dimensions from a backend that compiles it
 (`lower/decompositions/tensor_scalars.py`).
@@ -32,7 +32,7 @@ def pack_scalars(program: Program, *, reads: Callable[[fx.Node], bool]) -> Progr
     """The program with numbers of the host in one packed tensor, made before all else.
 
     `reads` says of a call with numbers among its arguments whether it can take them from there; others keep them. What
-    the host makes of numbers of a GPU travels back to it in the same way, behind the host's turn. A number that depends
+    the host makes of numbers of a GPU travels back to it in the same way, after the host's turn. A number that depends
     on what another device or a peer computes stays where it is. The note says how many travel.
     """
     if program.stage is Stage.SCHEDULED:

@@ -58,14 +58,14 @@ def prefetch(problem: Problem, bound_bytes: int, reach: float) -> Prefetched:
 
 
 def _key(number: int, places: dict[int, int]) -> tuple[int, bool, int]:
-    """What moves stands in front of the task in whose place it is."""
+    """What moves stands before the task in whose place it is."""
     return places.get(number, number), number not in places, number
 
 
 def _place(
     problem: Problem, group: set[int], places: dict[int, int], live_bytes: list[int], *, bound_bytes: int, reach: float
 ) -> int:
-    """The task in front of which the gather and what only it reads may stand."""
+    """The task before which the gather and what only it reads may stand."""
     needed = {dep for number in group for dep in problem.tasks[number].deps} - group
     earliest = max((places[dep] if dep in places else dep + 1 for dep in needed), default=0)
     gather = place = max(group)
@@ -97,7 +97,7 @@ def _with_own_inputs(problem: Problem, users: list[list[int]], gather: int) -> s
 def _renumbered(problem: Problem, order: tuple[int, ...], hoisted: frozenset[int]) -> Problem:
     """The problem with its tasks in another order.
 
-    What has moved depends on the task in front of it, so that it starts no earlier.
+    What has moved depends on the task before it, so that it starts no earlier.
     """
     new_number = {number: place for place, number in enumerate(order)}
     tasks: list[Task] = []

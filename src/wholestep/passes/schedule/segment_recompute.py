@@ -60,7 +60,7 @@ def recompute_in_segments(
     """The runs with calls repeated where they are read, and the bytes that are saved.
 
     Args:
-        graph: that of the runs, in topological order; the second calls stand in front of the run that they join.
+        graph: that of the runs, in topological order; the second calls stand before the run that they join.
         runs: nodes that are compiled together, without views, in the order of the graph.
         is_pointwise: whether a kernel that reads what a call gives can compute it on its way.
         by_library: whether a call reads and writes memory whatever stands beside it.
@@ -162,7 +162,7 @@ class _ForwardRun:
     def cuts(self) -> list[_Cut]:
         """What each kernel recomputes, in order.
 
-        What is kept for one is there for those behind it.
+        What is kept for one is there for those after it.
         """
         wanted = sorted(self._wanted.items())
         return [self._cut(reader, values) for reader, values in wanted if not self._recomputable.isdisjoint(values)]
@@ -218,7 +218,7 @@ class _Recomputed:
     """Repeats calls for the kernel that reads them; maps each node to its copy."""
 
     def __init__(self, graph: fx.Graph, recomputed: Collection[fx.Node], first: fx.Node) -> None:
-        """`first`: what the new calls stand in front of."""
+        """`first`: what the new calls stand before."""
         self._graph, self._recomputable, self._first = graph, recomputed, first
         self._twins: dict[fx.Node, fx.Node] = {}
         self.calls: list[fx.Node] = []

@@ -2,7 +2,7 @@
 
 An input must not be written before the last look-up that may find an index out of range: an error leaves all inputs
 as they were. An update that stands before the last such call, a *fence* (a metric is looked up after the optimizer),
-is therefore moved behind it, with everything that reads it. What the step does to free the memory of an argument
+is therefore moved after it, with everything that reads it. What the step does to free the memory of an argument
 stays: that is given up even if the step fails later.
 
 Whether collectives are fences too is a choice. They fail when a peer dies, and only then. With them as fences a
@@ -20,7 +20,7 @@ from wholestep.passes.analysis.write_order import fences, updates
 
 
 def sink_updates(program: Program, *, peers: bool) -> int:
-    """Moves updates behind the last fence, in order. Gives the number of nodes moved.
+    """Moves updates after the last fence, in order. Gives the number of nodes moved.
 
     What a fence, a random number or an effect depends on stays where it is.
     """

@@ -31,7 +31,7 @@ def sink_waits(program: Program) -> Program:
         first = min(node.users)
         delayed += node.target is op_info.WAIT and _computes_before(node, first)
         first.prepend(node)
-    return program.with_notes(f"{delayed} waits stand behind calls that do not need them") if delayed else program
+    return program.with_notes(f"{delayed} waits stand after calls that do not need them") if delayed else program
 
 
 def _computes_before(node: fx.Node, end: fx.Node) -> bool:

@@ -1,7 +1,7 @@
 """The state of optimizers by names of parameters, and back, with all objects of a live optimizer kept.
 
 The form is that of torch's ``get_optimizer_state_dict``. That function itself takes a step with gradients of zeros
-where an optimizer has no state, which would leave a counter at 1 behind a save, and hold all state whole before a load.
+where an optimizer has no state, which would leave a counter at 1 after a save, and hold all state whole before a load.
 
 [Note: objects are kept]
 ``Optimizer.load_state_dict`` puts new dicts and tensors in the place of those that a compiled step is bound to, which

@@ -135,7 +135,7 @@ def check_loadable(name: str, value: object, written: io.BytesIO) -> None:
 
 
 class Writer(FileSystemWriter):
-    """Writes into a temporary folder. The first rank puts it into its place behind the last one's last byte."""
+    """Writes into a temporary folder. The first rank puts it into its place after the last one's last byte."""
 
     def __init__(self, folder: Path, path: Path) -> None:
         super().__init__(folder, sync_files=True)

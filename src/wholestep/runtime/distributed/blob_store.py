@@ -46,7 +46,7 @@ class BlobStore:
         for number, start in enumerate(starts):
             self._store.set(f"{key}/{number}", packed[start : start + _CHUNK_BYTES])  # type: ignore[arg-type]
         self._store.set(f"{key}/chunks", str(len(starts)))
-        self._store.get(f"{key}/chunks")  # a store answers behind what it was sent before
+        self._store.get(f"{key}/chunks")  # a store answers once it has what it was sent before
 
     def take(self, key: str) -> bytes | None:
         """Reads a blob that another rank has claimed, at most once on every rank, and waits until it is there. None if

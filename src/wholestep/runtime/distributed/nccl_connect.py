@@ -21,7 +21,7 @@ _connecting: list[threading.Thread] = []
 def begin(axes: tuple[MeshAxis, ...], device: torch.device) -> None:
     """Connects the ranks of each axis in a thread, if they are GPUs that nothing has connected yet.
 
-    To be called by all ranks or none, where no rank is likely to fail before `wait`, in front of which nobody may
+    To be called by all ranks or none, where no rank is likely to fail before `wait`, before which nobody may
     communicate within the group.
     """
     for axis in axes:

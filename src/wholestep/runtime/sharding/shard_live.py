@@ -139,7 +139,7 @@ def layout_of_state(
 ) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
     """How `ZeRO` cuts state of the shape of a parameter, as a first call would; None: it stays whole.
 
-    `name` is the parameter's in its model; `ZeRO(ignore=...)` may have that of the model in front.
+    `name` is the parameter's in its model; `ZeRO(ignore=...)` may have that of the model before it.
     """
     is_ignored = any(one == name or one.endswith(f".{name}") for one in config.ignore)
     if param.dim() == 0 or is_ignored:
@@ -164,7 +164,7 @@ def _shard_unit(
     before = {fqn: one for fqn, one in root.named_parameters(remove_duplicate=False) if not is_sharded(one)}
     kept = {id(one) for one in _cut_parameters(root, config, name)}
     ignored = {one for one in before.values() if id(one) not in kept}
-    # A root that stayed gathered behind a forward without a backward would be stale behind the next compiled call.
+    # A root that stayed gathered after a forward without a backward would be stale after the next compiled call.
     num_ranks = mesh.size(mesh.ndim - 1)
     module: Any = fully_shard(
         unit, mesh=mesh, reshard_after_forward=True,
@@ -175,7 +175,7 @@ def _shard_unit(
     note_strategy(module)
     if config.reduce == "sum":
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # not every backend multiplies in front of a sum
+        module.set_force_sum_reduction_for_comms(True)  # not every backend multiplies before a sum
     pairs: dict[int, tuple[torch.Tensor, DTensor]] = {}
     for fqn, new in root.named_parameters(remove_duplicate=False):
         old = before.get(fqn)

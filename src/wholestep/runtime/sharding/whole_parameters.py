@@ -32,7 +32,7 @@ def reduce_whole(root: nn.Module, ignored: Iterable[torch.Tensor], config: FSDP,
     """From now on an eager backward reduces gradients of the parameters of `root` that are whole.
 
     Args:
-        root: a sharded module. Behind a change of a dtype, which gives parameters another node, call it again.
+        root: a sharded module. After a change of a dtype, which gives parameters another node, call it again.
         ignored: parameters whose gradients stay local.
         axes: those over which the strategy reduces.
     """
@@ -58,7 +58,7 @@ def _node(param: torch.Tensor) -> Any:
 
 
 class _Reduction:
-    """What happens to one gradient in front of its accumulation."""
+    """What happens to one gradient before its accumulation."""
 
     def __init__(self, root: weakref.ref[nn.Module], is_mean: bool, axes: tuple[MeshAxis, ...]) -> None:
         self._root, self._axes = root, axes

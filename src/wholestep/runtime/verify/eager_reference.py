@@ -103,7 +103,7 @@ class VirtualRun:
 
     strategy: Strategy
     step_records: Sequence[tuple[StepRecord, Callable[[], None]]]
-    """Per step, what it did to the parameters, and what changed the numbers of parameter groups behind it."""
+    """Per step, what it did to the parameters, and what changed the numbers of parameter groups after it."""
     programs: Sequence[Program]
     """The captured programs that were run."""
     draws_random: bool

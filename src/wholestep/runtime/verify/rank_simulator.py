@@ -298,7 +298,7 @@ def _access_before_wait(reader: fx.Node, start: fx.Node, does: str, *, is_input:
     what = f"{does} {start.name}" if is_input else f"{does} the result of {start.name}"
     return VerificationError(
         f"{node_text(reader)} {what} before the wait for it: on a real group it would meet memory that is still under "
-        f"way. {start.name} is {node_text(start)}. A pass has moved the wait behind a reader, or the reader before it."
+        f"way. {start.name} is {node_text(start)}. A pass has moved the wait after a reader, or the reader before it."
     )
 
 

@@ -259,6 +259,6 @@ def _storage_key(tensor: torch.Tensor) -> tuple[int, torch.dtype]:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First element and the one behind the last, counted in the storage."""
+    """First element and the one after the last, counted in the storage."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return int(tensor.storage_offset()), int(tensor.storage_offset() + reach + 1)

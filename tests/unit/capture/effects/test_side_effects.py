@@ -157,7 +157,7 @@ def test_a_dict_whose_keys_change_places_is_told_and_restored() -> None:
 
 @pytest.mark.parametrize("held", [{"a": torch.ones(1)}, [[torch.ones(1)]], (torch.ones(1),)])
 def test_tensors_within_what_a_trace_leaves_are_refused_at_once(held: Any) -> None:
-    """They are of the trace, and mean nothing behind it, even where the step would leave them only once."""
+    """They are of the trace, and mean nothing after it, even where the step would leave them only once."""
     trainer = Trainer()
     effects = around(trainer)
     with pytest.raises(CaptureError, match="Python state"), effects:
@@ -224,7 +224,7 @@ class Inverse:
 
 
 def test_a_weak_reference_to_what_is_gone_says_nothing() -> None:
-    """Whatever a call has put there is gone behind it, so each call leaves the same."""
+    """Whatever a call has put there is gone after it, so each call leaves the same."""
     transform = Inverse()
     step = ws.compile(lambda x: transform.apply(x), backend="eager", fullgraph=True)
     assert [step(torch.ones(())).item() for _ in range(3)] == [2, 2, 2]

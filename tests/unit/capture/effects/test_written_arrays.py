@@ -1,4 +1,4 @@
-"""Arrays that a step writes to behind a read of tensors that lie on them."""
+"""Arrays that a step writes to after a read of tensors that lie on them."""
 
 from __future__ import annotations
 

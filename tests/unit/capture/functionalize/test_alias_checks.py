@@ -81,10 +81,10 @@ def line_of(method: Callable[..., Any]) -> str:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("reads_after_a_write", "uses self.weights behind the write"),
-        ("returns_its_bits", "the step returns self.weights behind the write"),
-        ("writes_to_both", "uses self.weights behind the write"),
-        ("flat_gradients", "uses self.weight.grad behind the write"),
+        ("reads_after_a_write", "uses self.weights after the write"),
+        ("returns_its_bits", "the step returns self.weights after the write"),
+        ("writes_to_both", "uses self.weights after the write"),
+        ("flat_gradients", "uses self.weight.grad after the write"),
     ],
 )
 def test_what_a_graph_would_not_see_is_refused(name: str, told: str) -> None:

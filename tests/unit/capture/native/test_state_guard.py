@@ -47,7 +47,7 @@ PARAMETER_CHANGES: dict[str, Change] = {
 
 
 def check(module: ModuleType, change: Change, tensor: Tensor, want: int) -> None:
-    others = [torch.zeros(3, 4) for _ in range(3)]  # before and behind it: every place is looked at
+    others = [torch.zeros(3, 4) for _ in range(3)]  # before and after it: every place is looked at
     tensors = (*others[:2], tensor, others[2])
     look = module.StateGuard(tensors, bytes([self_test.STATE, self_test.PARAMETER, want, self_test.STATE]), (), ())
     assert look.changed() == () == look.changed()

@@ -309,8 +309,8 @@ HIDDEN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
     "a large array": (lambda: np.ones(1 << 18), lambda it: float(it[0]), "2,097,152 bytes, too many"),
     "a long list": (lambda: [[1.0]] * 5000, lambda it: it[0][0], "of 5,000 things, too many"),
     "a deep nest": (_nest, _innermost, "too deep"),
-    "globals": (lambda: 1.0, lambda it: globals()["WAYS"] and it, "reaches globals"),
-    "eval": (lambda: 1.0, lambda it: eval("it"), "reaches eval"),
+    "globals": (lambda: 1.0, lambda it: globals()["WAYS"] and it, "calls globals at .*no code names"),
+    "eval": (lambda: 1.0, lambda it: eval("it"), "calls eval at .*no code names"),
     "lru_cache": (lambda: functools.lru_cache(lambda: torch.ones(3)), lambda it: it(), "keeps what it gives"),
 }  # fmt: skip
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import types
+import weakref
 from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -105,6 +108,123 @@ def test_a_round_trip_gives_the_same_tree(name: str) -> None:
     thing, _ = TREES[name]
     came = round_trip(thing)
     assert spell(came) == spell(thing)
+
+
+class Part:
+    """Of a whole, to which it refers in some way."""
+
+    def __init__(self, x: Tensor, to_whole: Any) -> None:
+        self.x, self.to_whole = x, to_whole
+
+
+class Whole:
+    """A graph of torch_geometric is such an object: its store knows it."""
+
+    def __init__(self, x: Tensor, refer: Callable[[Whole], Any]) -> None:
+        self.part = Part(x, None)
+        self.part.to_whole = refer(self)
+
+    def total(self) -> Tensor:
+        return self.part.x.sum()
+
+
+REFERENCES: dict[str, tuple[Callable[[Whole], Any], Callable[[Any], Any]]] = {  # how it is made, and followed
+    "itself": (lambda whole: whole, lambda one: one),
+    "weakly": (weakref.ref, lambda one: one()),
+    "proxy": (weakref.proxy, tree_util.behind_proxy),
+    "method": (lambda whole: whole.total, lambda one: one.__self__),
+    "method_of_no_function": (lambda whole: types.MethodType(print, whole), lambda one: one.__self__),
+    "in_list": (lambda whole: [weakref.ref(whole)], lambda one: one[0]()),
+    "in_tuple": (lambda whole: (1, {"whole": whole}), lambda one: one[1]["whole"]),
+}
+
+
+@pytest.mark.parametrize("way", REFERENCES)
+def test_a_part_that_comes_back_refers_to_the_whole_that_comes_back(way: str) -> None:
+    refer, follow = REFERENCES[way]
+    thing = Whole(X, refer)
+    leaves, spec = tree_util.flatten([thing])
+    assert [one for one in leaves if not isinstance(one, int)] == [X]
+    assert spec == tree_util.flatten([Whole(Y, refer)])[1]
+    (came,) = tree_util.unflatten(leaves, spec)
+    assert came is not thing
+    assert type(came.part.to_whole) is type(thing.part.to_whole)
+    assert follow(came.part.to_whole) is came
+    assert follow(thing.part.to_whole) is thing
+
+
+@pytest.mark.parametrize("way", REFERENCES)
+def test_a_batch_whose_parts_refer_to_it_is_data_of_the_call(way: str) -> None:
+    refer, follow = REFERENCES[way]
+    model = nn.Linear(2, 1)
+    step = ws.compile(lambda batch: model(follow(batch.part.to_whole).part.x), backend="eager")
+    for call in range(4):
+        x = torch.full((1 + call, 2), float(call))
+        assert torch.equal(step(Whole(x, refer)), model(x))
+    assert step.cache_info().traces == 2, step.cache_info().reasons  # a row, and any number of them
+
+
+@pytest.mark.parametrize("end", [X, NoTensors()], ids=["data", "no data"])
+def test_objects_that_many_others_hold_are_looked_at_once(end: Any) -> None:
+    thing = end
+    for _ in range(40):  # there are 2**40 ways to the end
+        thing = Plain(thing, thing, secret="s")
+    leaves, spec = tree_util.flatten([thing])
+    assert len(tensors([thing])) == (2 if end is X else 0)
+    (came,) = tree_util.unflatten(leaves, spec)
+    assert (came is thing) is (end is not X)
+    assert came.x is came.inner
+
+
+def test_what_two_arguments_share_they_share_in_a_trace() -> None:
+    """A number moves, so that the arguments of a trace are made anew."""
+
+    def step(one: Plain, other: Plain) -> Tensor:
+        assert one.inner is other.inner
+        return one.inner.x * one.x + other.x
+
+    compiled = ws.compile(step, backend="eager", fullgraph=True)
+    for call in range(4):
+        inner = Frozen(torch.full((2,), float(call)))
+        pair = Plain(1.0 + call, inner, secret="one"), Plain(2.0 * call, inner, secret="other")
+        assert torch.equal(compiled(*pair), step(*pair))
+    assert compiled.cache_info().traces == 2, compiled.cache_info().reasons
+
+
+def test_a_number_that_moves_is_seen_through_another_argument() -> None:
+    def step(one: Plain, other: Plain) -> Tensor:
+        return other.x * other.inner.inner
+
+    compiled = ws.compile(step, backend="eager", fullgraph=True)
+    for call in range(5):
+        one = Plain(torch.ones(2), 1.0 + call, secret="one")
+        other = Plain(torch.full((2,), 2.0), one, secret="other")
+        assert torch.equal(compiled(one, other), step(one, other)), call
+    assert compiled.cache_info().traces == 2, compiled.cache_info().reasons
+
+
+def test_a_batch_in_a_long_chain_runs() -> None:
+    model = nn.Linear(2, 1)
+
+    def step(node: Any) -> Tensor:
+        total = model.bias.detach()
+        while node is not None:
+            total, node = total + model(node.x).sum(), node.inner
+        return total
+
+    compiled = ws.compile(step, backend="eager")
+    for call in range(2):
+        chain = None
+        for length in range(300):
+            chain = Plain(torch.full((1, 2), float(call + length)), chain, secret="s")
+        assert torch.equal(compiled(chain), step(chain))
+
+
+def test_what_refers_to_something_else_is_a_leaf() -> None:
+    other = Whole(X, lambda whole: None)
+    thing = Part(Y, weakref.ref(other))
+    assert tree_util.flatten([thing])[0] == [Y, thing.to_whole]
+    assert round_trip([thing])[0].to_whole is thing.to_whole
 
 
 def test_the_original_is_left_alone() -> None:

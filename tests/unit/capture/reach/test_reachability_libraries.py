@@ -444,7 +444,7 @@ class Window:
 
 @pytest.mark.parametrize("reads_window", [False, True])
 def test_what_is_reached_by_another_way_too_is_refused(library: Any, reads_window: bool) -> None:
-    """By a variable, and by an object that the walk comes to behind the trainer."""
+    """By a variable, and by an object that the walk comes to after the trainer."""
     trainer = library.Trainer(*training())
     window, examples = Window(trainer.examples), trainer.examples
 

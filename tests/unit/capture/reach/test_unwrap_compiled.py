@@ -128,7 +128,7 @@ def test_what_torch_compile_leaves_alone_is_not_told(caplog: pytest.LogCaptureFi
 
 
 def test_torch_compile_works_along_with_the_step() -> None:
-    """Before, between and behind calls: the setting that lets a trace through is the trace's alone."""
+    """Before, between and after calls: the setting that lets a trace through is the trace's alone."""
     torch.manual_seed(0)
     net = nn.Linear(4, 4)
     opt = torch.optim.SGD(net.parameters(), lr=0.1)

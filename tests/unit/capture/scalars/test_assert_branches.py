@@ -104,7 +104,7 @@ def test_who_calls_the_step_may_catch_it() -> None:
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("asked", ["the batch", "the updated weight"])
 def test_nothing_is_half_updated(asked: str, backend: str) -> None:
-    """The check stands behind the update in the code: in eager code it is too late for the parameters."""
+    """The check stands after the update in the code: in eager code it is too late for the parameters."""
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
     opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

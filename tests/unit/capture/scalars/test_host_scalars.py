@@ -204,7 +204,7 @@ def test_a_norm_that_averages_over_all_batches_is_told_what_helps() -> None:
 
 
 class Seeing(nn.Module):
-    """Looks at a number of its own behind a write of data or chance to it, directly or through other names of it."""
+    """Looks at a number of its own after a write of data or chance to it, directly or through other names of it."""
 
     def __init__(self, how: str) -> None:
         super().__init__()

@@ -60,7 +60,7 @@ DRAWS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 @pytest.mark.parametrize("probability", [0.0, 1.0])
 def test_layers_that_are_never_or_always_skipped_are_traced_once(probability: float, draw: Callable[[], Any]) -> None:
-    """Masks of dropout that are drawn behind the comparisons, and the generator itself, are those of eager code."""
+    """Masks of dropout that are drawn after the comparisons, and the generator itself, are those of eager code."""
     eager, ours = trained(Skipping(probability, draw)), trained(Skipping(probability, draw))
     ours[0].load_state_dict(eager[0].state_dict())
     step, x = ws.compile(train, backend="eager"), torch.randn(5, 4)

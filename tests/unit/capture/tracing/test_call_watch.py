@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import warnings
-from collections import Counter, deque
+from collections import Counter, deque, namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -194,6 +194,33 @@ def test_an_import_is_done_by_a_trace_as_by_any_call(tmp_path: Path, monkeypatch
     sys.modules.pop("found_while_traced")
 
 
+REACHES: dict[str, Callable[[], object]] = {
+    "eval": lambda: eval("HERE"),
+    "exec": lambda: exec("HERE"),
+    "globals": lambda: globals()["HERE"],
+    "under another name": lambda: (lambda look: look())(globals),
+    "text": lambda: eval(compile("(lambda: globals())()", "<text>", "eval")),
+}
+
+
+@pytest.mark.parametrize("how", REACHES)
+def test_what_no_code_names_is_refused_where_the_users_code_asks_for_it(how: str) -> None:
+    with pytest.raises(OutsideEffect, match=rf"calls (eval|exec|globals) at {HERE}:\d+, which reaches what no code"):
+        captured(step_that(REACHES[how]), torch.ones(2))
+
+
+def test_code_that_names_it_and_does_not_run_makes_nothing_of_a_step() -> None:
+    """Neither do libraries that run text of their own, as Python's own for a named tuple."""
+    wanted = {"never": False}
+
+    def reports() -> object:
+        if wanted["never"]:
+            return eval("HERE"), globals()
+        return namedtuple("Pair", ["one", "other"])(1, 2)
+
+    assert captured(step_that(reports), torch.ones(2)).program
+
+
 def takes_and_gives_back(lock: Any) -> None:
     """Code that no ``try`` guards, as there is in `logging`."""
     lock.acquire()
@@ -223,6 +250,28 @@ def test_a_step_that_keeps_a_lock_is_refused_and_gives_it_back(make: Callable[[]
     lock = make()
     with pytest.raises(OutsideEffect, match="takes a lock and keeps it"):
         captured(step_that(lock.acquire), torch.ones(2))
+    assert is_free(lock)
+
+
+def test_a_step_that_waits_for_a_lock_of_another_thread_is_refused() -> None:
+    """A signal: each call waits for its own."""
+    lock = threading.Lock()
+    lock.acquire()
+    opens = threading.Timer(0.2, lock.release)
+    opens.start()
+    with pytest.raises(OutsideEffect, match="waits for one that another thread opens"):
+        captured(step_that(lock.acquire), torch.ones(2))
+    opens.join()
+    assert not is_free(lock)
+
+
+def test_a_step_may_wait_its_turn() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    opens = threading.Timer(0.2, lock.release)
+    opens.start()
+    captured(step_that(lambda: lock.acquire() and lock.release()), torch.ones(2))
+    opens.join()
     assert is_free(lock)
 
 

@@ -242,7 +242,7 @@ def test_steps_with_unusual_layouts_equal_eager_code(kind: type[nn.Module], back
 
 
 def counted(x: Tensor) -> list[Tensor]:
-    """`x` behind every write, read as a number each time."""
+    """`x` after every write, read as a number each time."""
     view, seen = x[:], []
     torch._foreach_add_([x], 1.0)
     seen.append(torch.full((), x[0].item()))

@@ -7,8 +7,8 @@ from torch import Tensor
 
 import wholestep as ws
 from tests.unit.capture.steps import calls, program_of
+from wholestep.capture.reach.rng_and_iterators import traced_generator
 from wholestep.ir import op_info
-from wholestep.ir.ops.rng_state import traced_generator
 from wholestep.ir.program import Program
 
 

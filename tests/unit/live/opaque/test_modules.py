@@ -106,7 +106,7 @@ class Structured(nn.Module):
 
 @dataclass
 class Parts(Training):
-    """A training of one module more, in front of the network."""
+    """A training of one module more, before the network."""
 
     make_part: Callable[[], nn.Module] = Doubling
     part: nn.Module = field(init=False)
@@ -397,3 +397,31 @@ def test_one_that_fails_says_so_itself() -> None:
         return step
 
     train_both(make_step)
+
+
+class Around(nn.Module):
+    """Around another module."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(2 * x)
+        return out + 1
+
+
+def test_modules_that_each_call_makes_run_their_python() -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> Tensor:
+            out = nn.Sequential(Around(training.model), nn.Tanh())(x)
+            loss = training.update(out.square().mean())
+            training.notes.append(loss.item())
+            return loss.detach()
+
+        return step
+
+    compiled = Compiled()
+    step = train_both(make, compiled=compiled)
+    assert compiled.launches >= CALLS - 1
+    assert "Net" not in step.learned.modules.open

@@ -59,7 +59,7 @@ WAYS = ("nothing", "returns", "raises", "draws", "writes", "eager", "frozen", "t
 
 
 def going(ways: Callable[[int], str]) -> Callable[[Training], Step]:
-    """A step that goes one of several ways behind a read of its forward."""
+    """A step that goes one of several ways after a read of its forward."""
 
     def make(training: Training) -> Step:
         calls = iter(range(100))
@@ -357,7 +357,7 @@ def test_a_call_off_the_known_way_behind_a_backward_that_ran_ahead_is_noted_anew
 
 
 def test_a_seed_between_a_forward_and_another_read_stays_where_it_stands() -> None:
-    """Reads that draw nothing leave open where the forward ended: what draws behind the seed draws of the seed."""
+    """Reads that draw nothing leave open where the forward ended: what draws after the seed draws of the seed."""
 
     def make(training: Training) -> Step:
         def step(x: Tensor) -> Tensor:

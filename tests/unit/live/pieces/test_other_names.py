@@ -191,7 +191,7 @@ STEPS: tuple[Callable[[Flat, Tensor], object], ...] = (
 @pytest.mark.parametrize("notes", [False, True], ids=["quiet", "notes"])
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 def test_calls_on_it_keep_their_place(step: Callable[[Flat, Tensor], object], notes: bool) -> None:
-    """`notes`: a number is asked for in front of the step's own lines, so that it is live in any case."""
+    """`notes`: a number is asked for before the step's own lines, so that it is live in any case."""
 
     def noting(t: Flat, x: Tensor) -> object:
         if notes:

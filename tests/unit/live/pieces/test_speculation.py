@@ -130,6 +130,36 @@ def test_gradients_add_up() -> None:
     train_both(make, calls=10)
 
 
+def accumulating(where: str) -> Callable[[Training], Step]:
+    """A step that updates in every third call, and looks at gradients of the calls before."""
+
+    def make(training: Training) -> Step:
+        calls = iter(range(100))
+
+        def step(x: Tensor) -> Tensor:
+            loss, params = training.model(x).square().mean(), list(training.model.parameters())
+            grads = [p.grad for p in params] if where == "in front" else []
+            training.notes.append(loss.item())
+            if where == "behind":
+                grads = [p.grad for p in params]
+            training.notes.append([grad is None for grad in grads])
+            loss.backward()
+            training.notes.append([None if grad is None else grad.sum().item() for grad in grads])
+            if next(calls) % 3 == 2:
+                training.opt.step()
+                training.opt.zero_grad()
+            return loss.detach()
+
+        return step
+
+    return make
+
+
+@pytest.mark.parametrize("where", ["in front", "behind"])
+def test_gradients_of_calls_before_are_read_between_forward_and_backward(where: str) -> None:
+    train_both(accumulating(where), calls=10)
+
+
 def test_a_parameter_is_frozen_behind_the_read() -> None:
     def make(training: Training) -> Step:
         def step(x: Tensor) -> float:

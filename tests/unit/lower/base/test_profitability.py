@@ -78,7 +78,7 @@ def test_what_stays_inside_a_kernel_is_saved() -> None:
 
 
 def auto(monkeypatch: pytest.MonkeyPatch, cost: CostModel, *, others: str = "", cannot: str = "") -> AutoBackend:
-    """Behind the plan of a step of many small calls. `others` is what another rank says."""
+    """After the plan of a step of many small calls. `others` is what another rank says."""
     monkeypatch.setattr(segment_compiler, "why_not", lambda device: cannot)
     chosen = AutoBackend(CPU, lambda: cost, lambda own: own or others)
     chosen.passes(builders.capture(many, [torch.empty(8, 8)]))

@@ -30,7 +30,7 @@ class Compiled:
 
 @pytest.fixture
 def current(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.device]]:
-    """The devices that were made current; nothing is kept or under way behind a test."""
+    """The devices that were made current; nothing is kept or under way after a test."""
     devices: list[torch.device] = []
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Work for behind a capture."""
+"""Work for after a capture."""
 
 from __future__ import annotations
 

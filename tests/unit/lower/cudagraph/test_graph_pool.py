@@ -137,7 +137,7 @@ def test_torch_is_mended_where_a_graph_cannot_be_made_ready(cuda: FakeCuda) -> N
 
 
 def test_torch_is_mended_where_fills_cannot_be_captured(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What stands in for memsets is captured behind the step, which keeps its graph."""
+    """What stands in for memsets is captured after the step, which keeps its graph."""
 
     def as_kernels(graph: Any, capture: Callable[[Callable[[], object]], Any], device: torch.device) -> int:
         with pytest.raises(RuntimeError, match="previous error"):

@@ -80,7 +80,7 @@ def test_pieces_give_what_the_program_gives(name: str, moves: tuple[int, ...]) -
         del pool.calls[:]
         with torch.no_grad():
             found, wanted = graphed(list(ours)), plain(list(theirs))
-        found = found[: len(wanted)]  # behind them are those that were written in place
+        found = found[: len(wanted)]  # after them are those that were written in place
         assert same([*found, *ours], [*wanted, *theirs]), call
         kept.append((found, wanted))
         assert pool.calls.count("replay") == (num_graphs if call >= WARM_UP_CALLS else 0)

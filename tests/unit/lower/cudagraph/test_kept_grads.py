@@ -66,7 +66,7 @@ def test_gradients_that_somebody_holds_keep_their_values() -> None:
 
 
 def test_gradients_of_one_signature_stay_in_the_pool() -> None:
-    """Graphs from before use the memory that they have, so these are captured again; those from behind leave it alone,
+    """Graphs from before use the memory that they have, so these are captured again; later ones leave it alone,
     and copy their own."""
     pool, params = Replays(), parameters()
     before, lends, behind = (leaves(two_grads, pool) for _ in range(3))

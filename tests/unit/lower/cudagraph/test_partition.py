@@ -90,7 +90,7 @@ def test_inputs_and_results_go_where_they_belong():
     assert [record.name for record in body_of(parts).inputs] == ["x0", "x1", "packed"]
     assert [record.kind for record in body_of(parts).inputs][:2] == [InputKind.PARAM, InputKind.USER]
     assert parts.host.inputs == program.inputs
-    # USER w.sum(): the first value behind those three; USER step * 2: the first result of the host's.
+    # USER w.sum(): the first value after those three; USER step * 2: the first result of the host's.
     assert parts.result_places[:2] == ((True, 3), (False, 0))
     assert len(parts.result_places) == len(program.outputs)
     assert len(parts.host.results) + len(body_of(parts).results) == len(program.outputs) + parts.num_host_values
@@ -222,7 +222,7 @@ def test_a_number_packed_for_a_call_that_is_in_no_segment():
 
 
 def with_generator(target: Any, *args: Any) -> Program:
-    """A step that draws on the device, and a call that reads or sets a generator behind that."""
+    """A step that draws on the device, and a call that reads or sets a generator after that."""
     program = scheduled(
         lambda x, state: torch.rand_like(x) * 2, gpu(3), host(16, kind=InputKind.RNG, dtype=torch.uint8)
     )
@@ -261,7 +261,7 @@ def ended(*outputs: Output, kind: InputKind = InputKind.PARAM, freed: bool = Fal
 
 def test_what_the_step_does_to_things_outside_is_a_reason_too():
     state = Output(kind=OutputKind.STATE, name="opt.exp_avg.w")
-    assert ended(state) == "the step creates the state opt.exp_avg.w; the calls behind it can be captured"
+    assert ended(state) == "the step creates the state opt.exp_avg.w; the calls after it can be captured"
     write = Output(kind=OutputKind.WRITE, name="x0", target=0)
     assert isinstance(ended(write, kind=InputKind.GRAD), Partition)
     assert isinstance(ended(write), Partition)

@@ -14,7 +14,7 @@ from wholestep.lower.cudagraph.rng_replay import ReplayPlan, plan_replay
 
 
 def drawn(plan: ReplayPlan, draws: list[int]) -> list[list[int]]:
-    """What each part of a graph draws: `draws` numbers each, in front of every setting and behind the last."""
+    """What each part of a graph draws: `draws` numbers each, before every setting and after the last."""
     places = [0, *plan.starts]
     found, now = [], 0
     for number, count in enumerate(draws):

@@ -90,6 +90,21 @@ def test_adam_is_what_the_fused_kernel_computes(name, options, steps, dtype):
     compare(twin(name), list(given.values()), options)
 
 
+@pytest.mark.parametrize("as_tensors", [False, True])
+def test_the_first_step_has_the_moments_of_the_fused_kernel(as_tensors):
+    """They are small shares of the gradients, which the kernel takes of betas in float64."""
+    given = tensors(torch.float32, steps=STEPS["first step"]) | {"max_exp_avg_sqs": []}
+    given |= {key: [torch.zeros_like(one) for one in given[key]] for key in ("exp_avgs", "exp_avg_sqs")}
+    options = {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "eps": 1e-8}
+    rest = {"amsgrad": False, "maximize": False}
+    op, lists = twin("_fused_adamw_"), tuple(given.values())
+    own = {key: torch.tensor(value, dtype=torch.float64) for key, value in options.items()} if as_tensors else options
+    wanted, came = op(*lists, **options, **rest), written_out(op, lists, own | rest)
+    for place in (2, 3):  # exp_avgs, exp_avg_sqs
+        for one, other in zip(wanted[place], came[place], strict=True):
+            torch.testing.assert_close(other, one, rtol=2.0**-22, atol=0.0)
+
+
 def test_a_rate_that_is_a_tensor():
     given = tensors(torch.float32, steps=STEPS["many steps"]) | {"max_exp_avg_sqs": []}
     options = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False}

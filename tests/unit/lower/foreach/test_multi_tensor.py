@@ -298,7 +298,7 @@ def whole_numbers() -> list[Tensor]:
 
 
 class Arrives:
-    """An event behind which some elements of a message are there."""
+    """An event after which some elements of a message are there."""
 
     def __init__(self, log: list[Any], target: Tensor, source: Tensor) -> None:
         self.log, self.target, self.source = log, target, source
@@ -349,7 +349,7 @@ def test_an_update_waits_for_all_where_others_read_its_gradients_or_inputs_are_h
     program = by_copies_last(monkeypatch, least_bytes=0)
     wait = program.graph.find_nodes(op="call_function", target=op_info.WAIT)[-1]
     assert starts(program) == 1
-    op_info.waited_for(wait).target = ALL_REDUCE_ROWS_  # which come as one, and behind which nothing has to be early
+    op_info.waited_for(wait).target = ALL_REDUCE_ROWS_  # which come as one, and after which nothing has to be early
     assert starts(program) == 0
 
 

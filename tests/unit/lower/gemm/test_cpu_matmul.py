@@ -24,7 +24,7 @@ TOLERANCE = 1e-5
 
 
 def targets(fn: Callable[..., Any], *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Any]:
-    """What the products of `fn` are behind a choice in which oneDNN is always faster."""
+    """What the products of `fn` are after a choice in which oneDNN is always faster."""
     graph = make_fx(fn, tracing_mode="fake")(*(torch.empty(shape, dtype=dtype) for shape in shapes)).graph
     with patch.object(cpu_matmul, "_is_faster", lambda node: True):
         count = cpu_matmul.choose(graph)

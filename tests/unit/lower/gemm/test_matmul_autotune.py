@@ -250,7 +250,7 @@ def test_rows_are_columns_to_the_library(
     draw = torch.Generator().manual_seed(0)
 
     def drawn(rows: int, columns: int, by_columns: bool) -> Tensor:
-        """With a gap behind every row, or column."""
+        """With a gap after every row, or column."""
         sizes = (columns, rows + 3) if by_columns else (rows, columns + 3)
         made = torch.randint(-4, 5, sizes, generator=draw).float()
         return made[:, :rows].t() if by_columns else made[:, :columns]

@@ -10,17 +10,23 @@ import pytest
 import torch
 import torch.fx as fx
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._inductor import config as inductor_config
 from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from tests.unit import builders
 from wholestep.capture.sizes.size_symbols import SizeEnv
-from wholestep.ir.segment import segments_of
+from wholestep.errors import InternalError
+from wholestep.ir import node_meta
+from wholestep.ir.segment import Segment, segments_of
 from wholestep.lower.inductor import compile_fx, segment_compiler
 from wholestep.lower.inductor.compile_fx import _LENIENT, _ROWS_OF_PROGRAM, settings_for
+from wholestep.lower.inductor.segment_sizes import SegmentSizes
 from wholestep.passes.pass_manager import run_passes
 from wholestep.passes.schedule.form_segments import form_segments
 
@@ -50,9 +56,12 @@ def test_results_have_the_layout_that_they_were_captured_with(fn: Callable[[Tens
     assert torch.equal(found, fn(x))
 
 
+@pytest.mark.parametrize("may_run_one_by_one", [True])
 @pytest.mark.parametrize("when", ["written", "waited for"])
 @pytest.mark.parametrize("text", ["PassManager::run failed", "syntax error"])
-def test_what_triton_fails_at_is_compiled_otherwise(monkeypatch: pytest.MonkeyPatch, when: str, text: str) -> None:
+def test_what_triton_fails_at_is_compiled_otherwise(
+    monkeypatch: pytest.MonkeyPatch, when: str, text: str, may_run_one_by_one: bool
+) -> None:
     x = torch.arange(24.0).view(4, 3, 2)
     program = builders.without_gradients(builders.capture(beside_nothing, [x]))
     (segment,) = segments_of(run_passes(program, [partial(form_segments, compiles=segment_compiler.compiles)]))
@@ -73,13 +82,75 @@ def test_what_triton_fails_at_is_compiled_otherwise(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(compile_fx, "compile_fx_inner", compile_fx_inner)
     monkeypatch.setattr(AsyncCompile, "wait", wait)
     with fresh_cache():
-        if text == "syntax error":
+        if (text, when) == ("syntax error", "waited for"):
             with pytest.raises(RuntimeError, match=text):
                 compile_fx.begin_compile(segment, early_launches=False, own_products=False).finish()
             return
-        run = compile_fx.begin_compile(segment, early_launches=False, own_products=False).finish()
+        begun = compile_fx.begin_compile(segment, early_launches=False, own_products=False)
+        run = begun.finish()
+    if text == "syntax error":
+        assert begun.why_none == "RuntimeError: syntax error"
+        assert run is segment
+        return
     assert seen == [True, False]
     assert torch.equal(run([x.clone()])[0], beside_nothing(x))
+
+
+@pytest.mark.parametrize("fault", ["no compiler", "of ours"])
+def test_what_is_no_fault_of_a_segment_is_an_error(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    def compile_fx_inner(*args: Any) -> Any:
+        if fault == "of ours":
+            raise InternalError("while a segment was compiled")
+        try:
+            raise InvalidCxxCompiler
+        except InvalidCxxCompiler:
+            raise RuntimeError("while a segment was compiled")  # noqa: B904  as torch does
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", compile_fx_inner)
+    program = builders.without_gradients(builders.capture(beside_nothing, [torch.arange(24.0).view(4, 3, 2)]))
+    (segment,) = segments_of(run_passes(program, [partial(form_segments, compiles=segment_compiler.compiles)]))
+    with pytest.raises((RuntimeError, InternalError), match="while a segment"):
+        compile_fx.begin_compile(segment, early_launches=False, own_products=False)
+
+
+def writes_into_one_number(x: Tensor) -> Tensor:
+    """As the backward of a view does with the gradient of a sum."""
+    whole = aten.expand.default(x.sum(), [3, 3])
+    return aten.diagonal_scatter.default(whole, x[0]) * 2
+
+
+def test_a_part_is_written_into_a_copy_with_a_place_for_each_element() -> None:
+    x = torch.arange(9.0).view(3, 3)
+    program = builders.without_gradients(builders.capture(writes_into_one_number, [x]))
+    (segment,) = segments_of(run_passes(program, [partial(form_segments, compiles=segment_compiler.compiles)]))
+    begun = compile_fx.begin_compile(segment, early_launches=False, own_products=False)
+    assert not begun.why_none
+    (found,) = begun.finish()([x.clone()])
+    assert torch.equal(found, writes_into_one_number(x))
+
+
+def test_operators_whose_kernels_take_numbers_are_compiled_for_all_sizes() -> None:
+    env = SizeEnv()
+    mode = FakeTensorMode(shape_env=env)
+    a, b = (env.fake(mode, torch.empty(3, 3, size), f"args.{size}", [2]) for size in (4, 5))
+    graph = fx.Graph()
+    nodes = [graph.placeholder(name) for name in ("a", "b", "c")]
+    for node, value in zip(nodes, (a, b, torch.empty(3, 3, 3)), strict=True):
+        node_meta.set_value(node, value)
+    product = graph.call_function(aten.cat.default, ([nodes[0], nodes[1]], 2))
+    solved = graph.call_function(aten.linalg_solve_triangular.default, (nodes[2], product), {"upper": True})
+    with mode, enable_python_dispatcher():
+        values = [aten.cat.default([a, b], 2)]
+        values.append(aten.linalg_solve_triangular.default(mode.from_tensor(torch.empty(3, 3, 3)), *values, upper=True))
+    for node, value in zip((product, solved), values, strict=True):
+        node_meta.set_value(node, value)
+    graph.output((solved,))
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    segment = Segment(name="run_segment_0", read=lambda: module)
+    own = FakeTensorMode(shape_env=ShapeEnv())
+    sizes = SegmentSizes(segment, own)
+    made = compile_fx.decompose(segment, sizes.inputs(), own, sizes)
+    assert aten.linalg_solve_triangular.default in [node.target for node in made.graph.nodes]
 
 
 def traced(fn: Callable[..., Any], *shapes: tuple[int, ...]) -> fx.Graph:

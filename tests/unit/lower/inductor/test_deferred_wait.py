@@ -71,7 +71,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_all_are_written_before_one_is_waited_for(log: list[str]) -> None:
-    """And are in Inductor's cache behind it."""
+    """And are in Inductor's cache after it."""
     segments = [segment_of(number) for number in range(3)]
     with fresh_cache():
         first = segment_compiler.SegmentCompiler(torch.device("cpu"))
@@ -95,7 +95,7 @@ def test_all_are_written_before_one_is_waited_for(log: list[str]) -> None:
 
 
 def test_what_fails_was_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither is what would have been waited for behind it; what was finished stays."""
+    """Neither is what would have been waited for after it; what was finished stays."""
     segments = [segment_of(number) for number in range(3)]
     wait, calls = AsyncCompile.wait, list[int]()
 
@@ -126,7 +126,7 @@ def named(kernel: str) -> Any:
 
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What is waited for and written, by stand-ins. A scope names kernels, whose binaries are there behind the wait."""
+    """What is waited for and written, by stand-ins. A scope names kernels, whose binaries are there after the wait."""
     happened: list[tuple[Any, ...]] = []
 
     def wait(workers: Any, scope: dict[str, Any]) -> None:

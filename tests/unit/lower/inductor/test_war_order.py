@@ -16,7 +16,7 @@ from wholestep.lower.inductor.war_order import keep_write_order
 
 NODE: Any = scheduler.SchedulerNode
 LOST = 0
-"""The seed of a step in which ``torch.compile`` of torch 2.11 writes to an input in front of its last reader."""
+"""The seed of a step in which ``torch.compile`` of torch 2.11 writes to an input before its last reader."""
 
 
 class Node:

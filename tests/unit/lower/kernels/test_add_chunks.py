@@ -27,7 +27,7 @@ def test_adds_in_the_order_of_the_ranks(ranks: int, dtype: torch.dtype, averages
             torch.testing.assert_close(own, wanted)  # a mean of three is rounded in two ways
             assert torch.equal(own, memory[rank, :length])
             same[rank] = own
-            assert torch.equal(memory, torch.cat([same, behind], dim=1)), "written to others, or behind the end"
+            assert torch.equal(memory, torch.cat([same, behind], dim=1)), "written to others, or past the end"
 
 
 @pytest.mark.parametrize("averages", [False, True])

@@ -104,13 +104,13 @@ def test_pieces_are_few_and_even_and_their_parts_aligned(length: int, itemsize: 
 
 
 LENGTHS = (700, 100, 0, 1300, 200)
-"""Of messages behind each other, in pieces of 256 elements at most: 4, 1, 0, 6 and 2 of them."""
+"""Of messages one after the other, in pieces of 256 elements at most: 4, 1, 0, 6 and 2 of them."""
 
 
 def steps_of_messages(
     size: int, without: Sequence[tuple[int, int]] = (), *, split: bool = True
 ) -> tuple[list[Rank], list[list[Tensor]]]:
-    """Ranks that reduce messages behind each other, and what each of them reads behind its waits.
+    """Ranks that reduce messages one after the other, and what each of them reads after its waits.
 
     Messages are written right before they are reduced, all waits stand at the end of a step, and all steps have the
     same memory for messages. The second step is another graph.

@@ -83,7 +83,7 @@ def test_there_is_room_for_what_the_cases_say():
 @pytest.mark.parametrize("one_queue", [False, True])
 @pytest.mark.parametrize("counts", COUNTS)
 def test_every_rank_has_the_sum_in_every_order_that_streams_allow(counts, one_queue: bool):
-    """Also where ranks have gone on to another step, with other rows, and dense messages stand before and behind."""
+    """Also where ranks have gone on to another step, with other rows, and dense messages stand before and after."""
     for seed in range(15):
         memories = memories_of(3)
         ranks, seen = [Rank(rank, memories) for rank in range(3)], list[tuple[Tensor, Tensor]]()
@@ -111,7 +111,7 @@ def note(seen: list[tuple[Tensor, Tensor]], found: Tensor, wanted: Tensor) -> No
 
 @pytest.mark.parametrize("left_out", [0, 1, 2])
 def test_every_meeting_is_needed(left_out: int, monkeypatch):
-    """In front of the push, between it and the addition, and behind that. Dense messages use the same memory."""
+    """Before the push, between it and the addition, and after that. Dense messages use the same memory."""
     for seed in range(100):
         memories, wrong = memories_of(3), list[tuple[Tensor, Tensor]]()
         ranks = [Rank(rank, memories) for rank in range(3)]

@@ -182,7 +182,7 @@ def test_pieces_that_are_alike_are_compiled_once(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_update_is_not_cut_off_from_a_refusal_behind_it() -> None:
-    """Inputs are written behind the last call that may refuse its values: here behind the look-up."""
+    """Inputs are written after the last call that may refuse its values: here after the look-up."""
 
     def step(seen: Tensor, index: Tensor, table: Tensor, x: Tensor, *weights: Tensor) -> Tensor:
         seen.copy_(x * 2)

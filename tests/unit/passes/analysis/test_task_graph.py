@@ -48,7 +48,7 @@ def training(*, foreach: bool, clip: bool) -> Program:
 
 @pytest.fixture(scope="module")
 def clipped() -> Program:
-    """Behind a norm over all gradients, with an update for each parameter."""
+    """After a norm over all gradients, with an update for each parameter."""
     return training(foreach=False, clip=True)
 
 

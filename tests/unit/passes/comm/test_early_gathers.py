@@ -79,7 +79,7 @@ def noisy(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) ->
 
 
 def test_draws_of_an_update_keep_their_order(takes_us: Any) -> None:
-    """What is updated by a call on a list with what was drawn stays behind it."""
+    """What is updated by a call on a list with what was drawn stays after it."""
     takes_us(1e-9)
     assert starts(noisy) == "S" * 6 + "G" * 6
     assert starts(noisy, optimizer="adamw_single") == "SSSGSGSGSGGG"
@@ -109,7 +109,7 @@ def penalty_behind_a_backward(model: nn.Module, opt: torch.optim.Optimizer, x: T
 
 @pytest.mark.parametrize("again", [False, True])
 def test_gathers_that_a_later_reduction_needs_stay_where_they_are(again: bool, takes_us: Any) -> None:
-    """Behind a backward they are of no forward, and what stands in front of a reduction uses them."""
+    """After a backward they are of no forward, and what stands before a reduction uses them."""
     takes_us(1e-9)
     found = starts(penalty_behind_a_backward, strategy=ws.FSDP(reshard_after_forward=again))  # which verifies it
     assert "G" in found

@@ -80,7 +80,7 @@ def test_kept_parameters_belong_to_the_forward() -> None:
 
 @pytest.mark.parametrize("bucket_bytes", [1, 600, 1200, 1 << 20])
 def test_a_gather_stands_before_the_reductions_since_the_last_one(bucket_bytes: int) -> None:
-    """Else a later gather could start no earlier than the last gradient of the layer in front is there."""
+    """Else a later gather could start no earlier than the last gradient of the layer before is there."""
     program = bucketed(bucket_bytes)
     verify(program)
     kinds = [one.kind for one in buckets(program) if one.phase != "forward"]

@@ -105,7 +105,7 @@ def test_products_write_half_as_many_bytes_to_their_slice_of_the_bucket(training
 
 
 def test_a_message_is_read_until_it_has_arrived(training):
-    """So nobody overwrites it before, and its memory is free behind."""
+    """So nobody overwrites it before, and its memory is free afterwards."""
     program = planned(training, AVERAGE, COPIES, NARROW, WIDEN, until=2)
     (wide,) = calls(program, ALL_REDUCE_WIDE)
     memory = Memory(program.graph)
@@ -146,7 +146,7 @@ def test_other_buckets_stay_in_float32(training, change: str):
 
 
 def test_a_gradient_that_somebody_reads_is_of_no_type(training):
-    """Before it is reduced, that is: behind, it is in float32 like all."""
+    """Before it is reduced, that is: afterwards it is in float32 like all."""
     placed = place(captured(step, *training).program, DDP(), (AXIS,))
     starts = calls(placed, op_info.c10d.all_reduce.default)
     types = [narrow_dtype(start.args[0].args[0], supports=yes) for start in starts]

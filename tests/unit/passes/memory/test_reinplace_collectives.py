@@ -78,7 +78,7 @@ def test_a_metric_reduced_behind_the_optimizer_costs_no_copy():
     tensors = [torch.randn(3), torch.randn(5, 3)]
     after = check_placed(fn, tensors)
     assert copies(after) == 0
-    assert any("calls moved behind the last" in note for note in after.history[-1].notes)
+    assert any("calls moved after the last" in note for note in after.history[-1].notes)
 
 
 def test_an_update_that_a_collective_depends_on_is_copied_at_the_end():

@@ -258,7 +258,7 @@ def test_the_search_is_nearly_as_good_as_every_choice(monkeypatch):
 
 
 def random_step(rng: random.Random) -> Problem:
-    """Up to ten early calls, each read by the one behind it and by a late call."""
+    """Up to ten early calls, each read by the one after it and by a late call."""
     step, count = Step(), rng.randint(5, 10)
     for number in range(count):
         args = (number - 1,) if number else ()

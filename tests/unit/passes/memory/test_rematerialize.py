@@ -93,7 +93,7 @@ def predicted_bytes(program: Program) -> int:
 
 
 def trained(model: Callable[[], nn.Module], x: Tensor, wrap: Callable[[Any], Any]) -> tuple[list[Tensor], int, Any]:
-    """Three steps: losses, parameters and the generator behind them; the most bytes alive in the last; the step."""
+    """Three steps: losses, parameters and the generator after them; the most bytes alive in the last; the step."""
     torch.manual_seed(3)
     made = model()
     opt = torch.optim.AdamW(made.parameters(), fused=True)
@@ -270,7 +270,7 @@ def test_what_was_kept_on_purpose_stays():
 
 
 def outcome(program: Program) -> list[Any]:
-    """What the program gives and writes, and the generator behind it, from inputs that are the same at every call."""
+    """What the program gives and writes, and the generator after it, from inputs that are the same at every call."""
     generator = torch.Generator().manual_seed(0)
     rates = InputKind.HYPER
     inputs: list[Any] = [
@@ -300,7 +300,7 @@ def test_what_is_no_budget(budget, two_layers):
 
 
 def test_two_batches_whose_gradients_are_added():
-    """The forward of the second stands behind the backward of the first."""
+    """The forward of the second stands after the backward of the first."""
     torch.manual_seed(0)
     model = mlp()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)

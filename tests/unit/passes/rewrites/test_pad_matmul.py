@@ -390,7 +390,7 @@ def test_a_device_that_does_not_mind_is_asked_about_odd_products_alone():
     ],
 )  # fmt: skip
 def test_it_pays_where_a_product_is_large_against_its_tensors(rows, inner, columns, pays):
-    """Nothing is computed here. Zeros behind (8192, 1022) take 10 us, and the product 51 us less."""
+    """Nothing is computed here. To pad (8192, 1022) takes 10 us, and the product 51 us less."""
     given = [torch.empty(rows, inner, dtype=torch.bfloat16), torch.empty(columns, inner, dtype=torch.bfloat16)]
     before = cleaned(readers(torch.sin), given)
     after = run_passes(before, [DEFAULT])
@@ -405,7 +405,7 @@ def test_a_copy_costs_what_it_moves():
 
 
 def test_what_is_padded_already_costs_nothing():
-    """A product that would not pay for zeros behind its factors reads those of a larger one."""
+    """A product that would not pay for padded factors reads those of a larger one."""
     a, b, c = (torch.empty(size, 1022, dtype=torch.bfloat16) for size in (8192, 1024, 256))
 
     def small(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, ...]:

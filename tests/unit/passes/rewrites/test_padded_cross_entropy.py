@@ -82,7 +82,7 @@ def test_a_vocabulary_of_an_odd_size_is_read_in_whole_rows(bias, turned, kernel)
     # The gradients of x, for which all of a row is added up, and of the weight, of which the rest is cut off.
     of_weight = (16, 8, wide) if turned else (wide, 8, 16)
     assert sizes == sorted([(8, wide, 16), of_weight] + ([] if bias else [(8, 16, wide)]))
-    assert note_of(after) == ("1 cross-entropies have logits in whole rows, with zeros behind the classes",)
+    assert note_of(after) == ("1 cross-entropies have logits in whole rows, with zeros after the classes",)
     assert_same_layouts_and_values(before, after, given)
 
 
@@ -110,7 +110,7 @@ def test_logits_that_somebody_else_reads_are_read_in_whole_rows_as_well(kernel):
 
 
 def test_zeros_that_the_kernel_writes_cost_nothing(kernel):
-    """Zeros behind 512 rows of a gradient would take longer than what they save. Behind the weight they pay."""
+    """Zeros at the end of 512 rows of a gradient would take longer than they save. For the weight they pay."""
     draw = torch.Generator().manual_seed(0)
     given = [torch.randn(512, 16, generator=draw).bfloat16(), *head_tensors(517, turned=False)[1:3]]
     given.append(torch.randint(517, (512,), generator=draw))

@@ -125,7 +125,7 @@ def words_of(program: Program) -> str:
         ("get", ""),
         ("get set0", ""),
         ("get get set1 set0", ""),
-        ("get draw set0", "get draw set0"),  # who draws behind the step sees it
+        ("get draw set0", "get draw set0"),  # who draws after the step sees it
         ("get draw get set0 set1", "draw"),
         ("get draw get set0 draw set1", "get draw get set0 draw set1"),
         ("get unknown get set0 unknown set1", "get unknown get set0 unknown set1"),

@@ -79,7 +79,7 @@ def test_one_turn_of_the_host_in_the_place_of_many():
 
 
 def test_numbers_travel_back_together():
-    """What is behind the host's turn is captured as one graph then."""
+    """What comes after the host's turn is captured as one graph then."""
     program = run_passes(adapting(6), [batch_host_reads, PACK])
     (packed,) = program.graph.find_nodes(op="call_function", target=pack)
     assert len(packed.args[0]) == 6
@@ -95,7 +95,7 @@ def test_numbers_travel_back_together():
 
 
 def test_without_rounds_every_number_travels_by_itself():
-    """Which is right, too: behind the turn in which it is made."""
+    """Which is right, too: after the turn in which it is made."""
     program = run_passes(adapting(3), [PACK])
     assert calls(program).count(pack) == 3
     assert builders.same(run(adapting(3), inputs(3)), run(program, inputs(3)))

@@ -30,7 +30,7 @@ def order(program: Program) -> list[Any]:
 
 
 def delayed(program: Program) -> tuple[list[Any], list[Any], Program]:
-    """The order of the calls before and behind, and the program."""
+    """The order of the calls before and after, and the program."""
     before = order(program)
     after = run_passes(program, [defer_host_reads])
     assert sorted(map(str, order(after))) == sorted(map(str, before))

@@ -552,7 +552,7 @@ def test_a_segment_alone_runs_what_its_nodes_ran():
 
 
 def test_an_argument_that_only_the_list_holds_is_freed_inside():
-    """The product is dead behind `exp`: while `sin` runs its memory is free."""
+    """The product is dead after `exp`: while `sin` runs its memory is free."""
     program = placed(lambda x, w: (x.exp() @ w).sin(), [torch.rand(3, 3), torch.rand(3, 3)])
     (node,) = segments(formed(program))
     arguments = [torch.rand(3, 3), torch.rand(3, 3)]
@@ -567,7 +567,7 @@ def test_an_argument_that_only_the_list_holds_is_freed_inside():
     with Look():
         node.target(arguments)
     assert arguments == []
-    # exp sees both; behind it x is gone; behind the product the matrix is gone, too.
+    # exp sees both; after it x is gone; after the product the matrix is gone, too.
     assert seen == [[False, False], [True, False], [True, True]]
 
 

@@ -118,7 +118,7 @@ def test_a_start_that_waits_for_another_collective_is_not_forgotten():
 
 
 def test_of_equally_fast_orders_the_smallest_is_taken():
-    """The early update would take 100 bytes while 100 others live; behind the backward there is room."""
+    """The early update would take 100 bytes while 100 others live; after the backward there is room."""
     case, names = two_buckets(last_us=0)
     usages = [Usage()] * 9
     usages[0] = Usage(makes=(Make(buffer=0, num_bytes=100),))
@@ -140,7 +140,7 @@ def test_the_bound_puts_work_off():
 
 
 def test_without_an_order_that_keeps_the_bound_the_smallest_is_taken_and_named():
-    """As written 200 bytes live at once; what needs 100 may also stand behind the wait."""
+    """As written 200 bytes live at once; what needs 100 may also stand after the wait."""
     tasks = [Task(us=1), Task(comm_us=30), Task(us=40), Task(deps=(1,), waits_for=(1,)), Task(us=5, deps=(0, 3))]
     usages = [Usage(makes=(Make(buffer=0, num_bytes=100),)), Usage()]
     usages += [Usage(reads=(1,), makes=(Make(buffer=1, num_bytes=100),)), Usage(), Usage(reads=(0,))]
@@ -266,7 +266,7 @@ def test_updates_that_do_not_fit_are_looked_at_no_more_than_a_few_times(monkeypa
     looks = looks_counted(monkeypatch)
     found = list_schedule(case, 240)
     assert sorted(found.tasks) == list(range(len(names)))
-    assert len(looks) < 30 * number  # a multiple of number ** 2, with each of them again behind each step
+    assert len(looks) < 30 * number  # a multiple of number ** 2, with each of them again after each step
 
 
 def test_one_update_that_fits_has_no_others_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:

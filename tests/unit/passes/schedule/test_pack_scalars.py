@@ -1,4 +1,4 @@
-"""pack_scalars: numbers of the host travel once, in front of everything, and change no bit as they move."""
+"""pack_scalars: numbers of the host travel once, before everything, and change no bit as they move."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def without_communication(program: Program) -> Program:
 
 
 def packed(fn: Callable[..., Any], tensors: list[Tensor]) -> tuple[Program, Program]:
-    """A program before the pass and behind it; the bits of both are the same."""
+    """A program before the pass and after it; the bits of both are the same."""
     before = without_communication(builders.capture(fn, tensors))
     after = run_passes(before, [PACK])
     assert builders.same(builders.execute(after, tensors), builders.execute(before, tensors))

@@ -14,7 +14,7 @@ LAYER_US, GATHER_US, UNIT_BYTES = 50.0, 40.0, 100
 
 
 def layers(count: int, *, crowded: int | None = None) -> tuple[Problem, list[str]]:
-    """Layers with a cast, a gather and a wait in front of each; `crowded`: a layer that needs ten units besides."""
+    """Layers with a cast, a gather and a wait before each; `crowded`: a layer that needs ten units besides."""
     names: list[str] = []
     tasks: list[Task] = []
     usages: list[Usage] = []
@@ -65,7 +65,7 @@ def test_what_has_moved_takes_room_from_gathers_behind_it() -> None:
 
 
 def test_no_gather_moves_past_a_point_without_room() -> None:
-    """Layer 1 fills the bound: gather 2 stays behind it, gather 1 still stands in front of layer 0."""
+    """Layer 1 fills the bound: gather 2 stays after it, gather 1 still stands before layer 0."""
     case, names = layers(4, crowded=1)
     bound_bytes = given_order(case).peak_bytes
     assert text(case, names, bound_bytes, reach=4.0) == "c0 g0 c1 g1 w0 f0 w1 f1 c2 g2 c3 g3 w2 f2 w3 f3"
@@ -76,7 +76,7 @@ def test_the_schedule_prefetches_within_the_bound() -> None:
     before = given_order(case)
     found = list_schedule(case, before.peak_bytes)
     assert (before.exposed_us, before.peak_bytes) == (6 * GATHER_US, 11 * UNIT_BYTES)
-    # The first gather has nothing to hide it, and gather 4 no room in front of layer 3.
+    # The first gather has nothing to hide it, and gather 4 no room before layer 3.
     assert (found.exposed_us, found.peak_bytes) == (2 * GATHER_US, 11 * UNIT_BYTES)
     assert found.reason.startswith("gathers start early")
 
@@ -98,7 +98,7 @@ def test_no_gather_starts_earlier_than_it_was_placed() -> None:
 
 
 def test_a_scheduler_that_starts_all_it_can_keeps_gathers_back() -> None:
-    """Each depends on the task in front of it: else all would start at once, and the order given would be taken."""
+    """Each depends on the task before it: else all would start at once, and the order given would be taken."""
     case, _ = layers(6)
     early = prefetch(case, 2 * UNIT_BYTES, 1.0)
     found = list_schedule(replace(early.problem, gathers=()), 2 * UNIT_BYTES)

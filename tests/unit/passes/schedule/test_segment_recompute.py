@@ -63,7 +63,7 @@ class ByHand(nn.Module):
 
 
 class Dropped(nn.Module):
-    """Dropout, whose mask is random, in front of functions that can be computed again."""
+    """Dropout, whose mask is random, before functions that can be computed again."""
 
     def __init__(self) -> None:
         super().__init__()

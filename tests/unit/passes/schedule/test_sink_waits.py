@@ -22,7 +22,7 @@ COST = CostModel.default("cpu+gloo")
 
 
 def needless(program: Program) -> list[fx.Node]:
-    """Waits behind which something stands that does not read what has arrived."""
+    """Waits after which something stands that does not read what has arrived."""
     found = []
     for node in program.graph.nodes:
         if node.target is not op_info.WAIT:

@@ -72,7 +72,7 @@ def test_whatever_call_of_the_system_is_the_last_one(
             tidy(path)
         except Killed:
             pass
-    is_committed = calls > 1 and at > 1  # the flush, and the rename behind it
+    is_committed = calls > 1 and at > 1  # the flush, and the rename after it
     if is_first and not is_committed:
         with pytest.raises(CheckpointError, match="does not exist"):
             whole_folder(path)

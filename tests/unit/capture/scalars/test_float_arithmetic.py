@@ -21,6 +21,12 @@ EXPRESSIONS: dict[str, Callable[[Any], Any]] = {
     "5.5 % x": lambda x: 5.5 % (x + 3),
     "5.5 // x": lambda x: 5.5 // (x + 3),
     "x % x": lambda x: (x + 0.25) % (x * 0.1 + 3),
+    "x ** 0.5": lambda x: x**0.5,
+    "negative ** 2": lambda x: (x - 9.0) ** 2,
+    "negative ** 3.0": lambda x: (x - 9.0) ** 3.0,
+    "negative ** 0.5": lambda x: (x - 9.0) ** 0.5,  # a complex number
+    "2 ** x": lambda x: 2**x,
+    "x ** x": lambda x: (x + 3) ** x,
 }
 
 

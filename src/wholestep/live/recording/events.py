@@ -1,0 +1,51 @@
+"""Events: what a rank of a live step tells the others before it does something that all have to do alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from wholestep.live.recording.path import BACKWARDS
+from wholestep.live.recording.record import Record
+
+ENDS, RUNS_BACKWARD, RUNS_PIECE, PUTS_GRADIENTS, RUNS_FORWARD, RUNS_ON_SHARDS, GATHERS = range(7)
+DOES = {
+    ENDS: "ends its call",
+    RUNS_BACKWARD: "runs a backward",
+    RUNS_PIECE: "runs recorded calls",
+    PUTS_GRADIENTS: "comes to a backward",
+    RUNS_FORWARD: "runs a forward that gathers parameters",
+    RUNS_ON_SHARDS: "runs an update or another call that all ranks have to make",
+}
+"""In words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What a rank is about to do."""
+
+    kind: int
+    what: int = 0
+    """A number that is the same on ranks that run the same piece, or gather the same tensor."""
+    made: int = field(default=0, compare=False)
+    """Of a piece: the number of the meeting at which it was compiled on this rank; 0 if it was not yet."""
+    is_local: int = field(default=0, compare=False)
+    """Whether it is a piece of calls that one rank may make alone."""
+
+
+def may_run_alone(records: Iterable[Record]) -> bool:
+    """Whether calls only compute, as a norm that one rank logs: they write, draw and reduce nothing, and call no
+    modules, which may communicate."""
+    return all(map(_only_computes, records))
+
+
+def _only_computes(record: Record) -> bool:
+    leaves_something = record.writes or record.writes_grads or record.drawn or record.state_entries
+    function = record.key.function
+    is_plain = getattr(function, "module", None) is None and function not in BACKWARDS
+    return not leaves_something and is_plain and not _may_communicate(function)
+
+
+def _may_communicate(function: Callable[..., Any]) -> bool:
+    return str(getattr(function, "__module__", "")).startswith(("torch.distributed", "torch.ops"))
