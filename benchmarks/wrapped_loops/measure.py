@@ -2,12 +2,13 @@
 
     python -m benchmarks.wrapped_loops                          # 2 ranks on the CPU, a small GPT
     python -m benchmarks.wrapped_loops --workload W1            # 2 GPUs, a reference training
-    python -m benchmarks.wrapped_loops --float32                # without bfloat16, so that losses can be compared
+    python -m benchmarks.wrapped_loops --float32                # without bfloat16, and losses beside those of float64
     python -m benchmarks.wrapped_loops --json
 
 Of each wrapper: the loop in eager code, with the model under torch.compile, and as one compiled step. All take the same
 50 batches by turns, a block each, in one run. A figure is the median of the steps after the first block, whose wall
-time ends when the device is idle. Losses are compared with those of the eager loop.
+time ends when the device is idle. Losses are compared with those of the eager loop. With --float32 each loop is also
+compared with the same eager loop in float64: how far a loop is from that is its rounding, which a training amplifies.
 """
 
 from __future__ import annotations
@@ -36,12 +37,16 @@ SIZES = REFERENCE | {
     "small": LanguageModelSize(num_layers=4, width=128, num_heads=4, vocabulary=512, length=64, rows=2)
 }
 WAYS = ("eager", "torch.compile", "wholestep")
+EXACT = "float64"
+"""A way that is compared with, and not timed: the eager loop in float64."""
 
 
-def wrapped(name: str, size: LanguageModelSize, device: torch.device, casts: bool) -> Any:
+def wrapped(
+    name: str, size: LanguageModelSize, device: torch.device, casts: bool, dtype: torch.dtype = torch.float32
+) -> Any:
     """A model in one of the wrappers, the same on every rank. `casts`: it computes in bfloat16."""
     torch.manual_seed(0)
-    model = build(size, device)
+    model = build(size, device).to(dtype)
     if name == "ddp":
         return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if casts else MixedPrecisionPolicy()
@@ -70,7 +75,7 @@ def contender(
     name: str, way: str, size: LanguageModelSize, device: torch.device, casts: bool
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """One loop's step. Under torch.compile each block of a sharded model is compiled, as FSDP2's guide has it."""
-    model = wrapped(name, size, device, casts)
+    model = wrapped(name, size, device, casts, torch.float64 if way == EXACT else torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
     if way == "torch.compile" and name == "ddp":
         model = torch.compile(model)
@@ -91,10 +96,16 @@ def timed(step: Callable[..., Tensor], batch: tuple[Tensor, Tensor]) -> tuple[fl
     return 1e3 * (time.perf_counter() - start), loss
 
 
+def largest_difference(losses: list[Tensor], others: list[Tensor]) -> float:
+    """Of 0-d losses, step by step, in float64."""
+    return float((torch.stack(losses).double() - torch.stack(others).double()).abs().max())
+
+
 def measure(workload: str, ways: tuple[str, ...], float32: bool) -> dict[str, dict[str, dict[str, float]]]:
-    """Of each wrapper and way: median ms, and the largest difference of a loss from eager code."""
+    """Of each wrapper and way: median ms, and the largest difference of a loss from eager code, and from float64."""
     world = ws.init()
     casts = world.device.type == "cuda" and not float32
+    ways += (EXACT,) if float32 else ()
     size = SIZES[workload]
     found: dict[str, dict[str, dict[str, float]]] = {}
     batch = tuple(one.to(world.device) for one in draw_tokens(size, world.rank))
@@ -111,7 +122,8 @@ def measure(workload: str, ways: tuple[str, ...], float32: bool) -> dict[str, di
         found[name] = {
             way: {
                 "ms": statistics.median(times[way]),
-                "difference": float((torch.stack(losses[way]) - torch.stack(losses["eager"])).abs().max()),
+                "difference": largest_difference(losses[way], losses["eager"]),
+                **({"from_float64": largest_difference(losses[way], losses[EXACT])} if float32 else {}),
             }
             for way in ways
         }
@@ -134,9 +146,11 @@ def main() -> None:
     if options.json:
         print(json.dumps(found))
         return
-    table = Table("loop", *(f"{way}, ms" for way in ways), "eager / wholestep", "largest difference of a loss")
+    exact = ("largest difference from float64: " + ", ".join(ways),) if options.float32 else ()
+    table = Table("loop", *(f"{way}, ms" for way in ways), "eager / wholestep", "largest difference of a loss", *exact)
     for name, rows in found.items():
         ratio = rows["eager"]["ms"] / rows["wholestep"]["ms"]
         cells = [f"{rows[way]['ms']:.2f}" for way in ways]
-        table.add_row(name, *cells, f"{ratio:.2f}", f"{rows['wholestep']['difference']:.1e}")
+        rounding = (", ".join(f"{rows[way]['from_float64']:.1e}" for way in ways),) if options.float32 else ()
+        table.add_row(name, *cells, f"{ratio:.2f}", f"{rows['wholestep']['difference']:.1e}", *rounding)
     Console().print(table)
