@@ -13,6 +13,14 @@ becomes::
 Before torch 2.13 such lines gave vectors whatever the shape of the buffer is, as of a sum with ``keepdim``. They give
 that shape here.
 
+Such a line makes memory of its own and gives it the name of the buffer. The place of a sum may be a part of another
+buffer, as of a ``cat`` that is made of it (a bucket of gradients). torch leaves that part unwritten, up to 2.13 at
+least. Here sums are copied there::
+
+    buf4_sum = buf4
+    buf4 = reinterpret_tensor(buf9, (768,), (1,), 2304)  # alias
+    buf4.copy_(buf4_sum)
+
 Products of matrices (`lower/gemm/matmul_autotune.py`): what Inductor calls them by is put into a namespace of ours, in
 which they are ours, after its own imports.
 
@@ -33,6 +41,7 @@ from typing import Any
 
 import torch
 import torch.compiler.config
+from torch._inductor import ir
 from torch._inductor.codegen.simd import SIMDScheduling
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.virtualized import V
@@ -57,6 +66,7 @@ _SUM = re.compile(
     r"\.view\((?:(?P=rows)|\((?P=rows)\)), (?P=columns)\)\.sum\(dim=0\)"
     r"(?P<rest>(\.view\(\[[\d, ]*\]\))?(\.to\([\w.]+\))?)"
 )
+_ASSIGNED = re.compile(r"(\w+) = ")
 _LAST_OF_WORKSPACE = re.compile(
     r"(?P<vector>(?P<name>\w+) = \w+\[[^\]]+\]\.view\([^\[\]]+\)\.\w+\(dim=0\))(?P<cast>(\.to\([\w.]+\))?)"
 )
@@ -96,6 +106,23 @@ def shape_products(lines: Sequence[Any], shape_of: Callable[[str], Sequence[int]
             line = f"{match['vector']}.view([{shape}]){match['cast']}"
         found.append(line)
     return found
+
+
+def store_in_place(graph: Any, names: Sequence[str]) -> None:
+    """Writes lines that copy buffers, which have been given memory of their own, to where they belong.
+
+    `graph` is what Inductor is writing; `names` are of buffers that were assigned to, in its last lines.
+    """
+    wrapper = graph.wrapper_code
+    for name in names:
+        buffer = graph.try_get_buffer(name)
+        if buffer is None or not isinstance(buffer.get_output_spec(), ir.NonOwningLayout):
+            continue
+        wrapper.writeline(f"{name}_sum = {name}")
+        wrapper.allocated.discard(name)
+        wrapper.codegen_allocation(buffer)
+        wrapper.writeline(f"{name}.copy_({name}_sum)")
+        wrapper.writeline(f"del {name}_sum")
 
 
 def patch_sums() -> AbstractContextManager[None]:
@@ -150,9 +177,11 @@ def _replaced_method(where: tuple[type, str], method: Callable[..., Any], *, tag
 
 def _join(lines: list[Any], start: int) -> None:
     graph = V.graph
+    assigned = [match[1] for line in lines[start:] if isinstance(line, str) and (match := _ASSIGNED.match(line))]
     fresh = join_sums(shape_products(lines[start:], lambda name: graph.get_buffer(name).get_layout().size))
     if not any(isinstance(line, str) and _TAG.replace("::", ".") in line for line in fresh):
         log_once(
             logging.INFO, "sums of gradients of norms' weights have a form that is not known, and are left to ATen"
         )
     lines[start:] = fresh
+    store_in_place(graph, assigned)
