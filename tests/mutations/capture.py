@@ -83,6 +83,14 @@ CAPTURE_MUTATIONS = (
         tests=("tests/ranks/test_live.py::test_ranks_do_not_make_parameters_of_lazy_modules_each_for_itself",),
     ),
     Mutation(
+        name="sums_beside_their_place",
+        what="sums of partial sums are where their buffer lies, also in a part of another one",
+        file="lower/inductor/wrapper_patch.py",
+        old="    store_in_place(graph, assigned)",
+        new="    pass",
+        tests=("tests/unit/lower/inductor/test_wrapper_patch.py",),
+    ),
+    Mutation(
         name="moving_sizes_are_described_by_numbers",
         what="an operator whose C++ takes numbers is compiled for all sizes, if torch has a Python form of it",
         file="lower/inductor/compile_fx.py",

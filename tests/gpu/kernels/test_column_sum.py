@@ -112,3 +112,21 @@ def test_few_rows_of_any_width_compile(rows: int, width: int) -> None:
         step(model, x)
     for name, found in gradients(model).items():
         torch.testing.assert_close(found, wanted[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1024, ROWS])
+def test_sums_that_are_part_of_another_tensor(rows: int) -> None:
+    """Gradients that a step puts into one, as a bucket is."""
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        train_step(model, x)
+        return torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None])
+
+    torch.manual_seed(0)
+    x = torch.randn(rows, WIDTH, device="cuda")
+    model, plain = model_of(nn.LayerNorm, torch.float32), model_of(nn.LayerNorm, torch.float32).double()
+    compiled = ws.compile(step, backend="inductor")
+    found = [compiled(model, x) for _ in range(2)][-1]
+    wanted = step(plain, x.double())
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-3, atol=1e-7)
+    torch.testing.assert_close(torch.cat([one.flatten() for one in gradients(model).values()]), found, rtol=0, atol=0)

@@ -49,7 +49,7 @@ from torch._inductor.virtualized import V
 from wholestep.lower.kernels import column_sum  # noqa: F401  # the operator that is called
 from wholestep.util.log_once import log_once
 
-_TAG = "wholestep::column_sums"
+_OPERATOR = "wholestep.column_sums"
 _OWN_PRODUCTS = (
     "from wholestep.lower.gemm.matmul_autotune import Products",
     "extern_kernels = Products(extern_kernels)",
@@ -136,7 +136,7 @@ def patch_sums() -> AbstractContextManager[None]:
         return result
 
     unknown = "sums of gradients of norms' weights are made in a way that is not known, and are left to ATen"
-    return _replaced_method((SIMDScheduling, _METHOD), write_joined, tag=_TAG, unknown=unknown)
+    return _replaced_method((SIMDScheduling, _METHOD), write_joined, tag="wholestep::sums_in_place", unknown=unknown)
 
 
 def patch_products() -> AbstractContextManager[None]:
@@ -179,7 +179,7 @@ def _join(lines: list[Any], start: int) -> None:
     graph = V.graph
     assigned = [match[1] for line in lines[start:] if isinstance(line, str) and (match := _ASSIGNED.match(line))]
     fresh = join_sums(shape_products(lines[start:], lambda name: graph.get_buffer(name).get_layout().size))
-    if not any(isinstance(line, str) and _TAG.replace("::", ".") in line for line in fresh):
+    if not any(isinstance(line, str) and _OPERATOR in line for line in fresh):
         log_once(
             logging.INFO, "sums of gradients of norms' weights have a form that is not known, and are left to ATen"
         )

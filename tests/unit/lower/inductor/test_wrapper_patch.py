@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch._inductor import config as inductor_config
+from torch._inductor import ir
 from torch._inductor.codegen.simd import SIMDScheduling
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 
@@ -135,10 +137,53 @@ def test_since_213_they_have_it_already() -> None:
 def test_other_lines_stay(lines: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrapper_patch.join_sums(lines) == lines
     monkeypatch.setattr(wrapper_patch, "shape_products", lambda lines, shape_of: lines)
+    monkeypatch.setattr(wrapper_patch, "store_in_place", lambda graph, names: None)
     with caplog.at_level(logging.INFO, logger="wholestep"):
         for _ in range(2):
             wrapper_patch._join(lines, 0)
     assert [one.getMessage().endswith("left to ATen") for one in caplog.records] == [True]
+
+
+class Whole:
+    """In the place of a graph that Inductor writes: buf1 and buf3 are parts of buf9, buf2 is a buffer of its own."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self.wrapper_code = self
+        self.lines = lines
+        self.allocated = {"buf1", "buf2", "buf3"}
+
+    def try_get_buffer(self, name: str) -> Any:
+        parts, own = ir.NonOwningLayout.__new__(ir.NonOwningLayout), ir.FixedLayout.__new__(ir.FixedLayout)
+        spec = {"buf1": parts, "buf2": own, "buf3": parts}.get(name)
+        return None if spec is None else SimpleNamespace(name=name, get_output_spec=lambda: spec)
+
+    def get_buffer(self, name: str) -> Any:
+        return SimpleNamespace(get_layout=lambda: SimpleNamespace(size=[4]))
+
+    def writeline(self, line: str) -> None:
+        self.lines.append(line)
+
+    def codegen_allocation(self, buffer: Any) -> None:
+        if buffer.name not in self.allocated:
+            self.allocated.add(buffer.name)
+            start = {"buf1": 0, "buf3": 8}[buffer.name]
+            self.writeline(f"{buffer.name} = whole[{start} : {start + 4}]")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_sums_that_are_part_of_another_buffer_are_copied_there(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a ``cat``. What a sum's name means afterwards is the part, with the numbers of the sum."""
+    lines = [line(form, number, number - 1) for number in (1, 2, 3)]
+    wanted = run(lines)
+    graph = Whole(["whole = torch.full((12,), -1.0)", *lines])
+    monkeypatch.setattr(wrapper_patch, "V", SimpleNamespace(graph=graph))
+    wrapper_patch._join(graph.lines, 1)
+    names = run([*graph.lines, "buf9 = whole"])
+    assert names.keys() == {"buf1", "buf2", "buf3", "buf9"}
+    torch.testing.assert_close(names["buf9"], torch.cat([wanted["buf1"], torch.full((4,), -1.0), wanted["buf3"]]))
+    for name, one in wanted.items():
+        torch.testing.assert_close(names[name], one)
+    assert names["buf1"].data_ptr() == names["buf9"].data_ptr() != names["buf2"].data_ptr()
 
 
 WAYS: dict[str, tuple[Any, type, str]] = {
