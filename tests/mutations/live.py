@@ -587,11 +587,19 @@ LIVE_MUTATIONS = (
         tests=("tests/unit/capture/tracing/test_threads.py",),
     ),
     Mutation(
+        name="enumerators_are_unknown",
+        what="a call that is given an enumerator of C++ is no part of a piece",
+        file="live/recording/record.py",
+        old="isinstance(leaf, _CONSTANTS) or is_enumerator(leaf)",
+        new="isinstance(leaf, _CONSTANTS)",
+        tests=("tests/ranks/test_live.py::test_it_trains_as_ddp_does[logs_the_largest]",),
+    ),
+    Mutation(
         name="graphs_lost_in_silence",
-        what="nobody is told that a result has no graph",
-        file="api/dispatch.py",
-        old="            if not stages.is_piece and (shape",
-        new="            if False and (shape",
+        what="a result loses its graph of autograd",
+        file="capture/bind/captured.py",
+        old="if self.spec.kept_graph and not may_lose_graphs:",
+        new="if False:",
         tests=("tests/unit/api/test_returned_graphs.py",),
     ),
     Mutation(

@@ -8,7 +8,6 @@ of that entry. It decides, the key does not: where it says no, or the key is new
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,8 +24,6 @@ from wholestep.errors import ConfigError
 from wholestep.runtime.distributed.world import init
 from wholestep.util.gc_pause import gc_paused
 from wholestep.util.progress import progress_shown
-
-log = logging.getLogger("wholestep")
 
 MAX_KEYS = 4096
 """Keys of calls that are kept. Steps with sizes that move have any number of them."""
@@ -150,11 +147,6 @@ class Dispatcher:
             with progress_shown(stages.name, init().rank):
                 stages.retraces.allow(reason)
                 entry = stages.build(args, kwargs, is_first=not self.entries)
-            if not stages.is_piece and (shape := entry.captured.spec.kept_graph):
-                log.warning(
-                    "%s returns a tensor %s without its graph of autograd, through which a backward could go on in "
-                    "eager code. Call backward() in the step.", stages.name, shape,
-                )  # fmt: skip
             with entry.captured.undone_on_error():
                 if self._padding is not None:
                     self._padding.check(entry.captured.program)

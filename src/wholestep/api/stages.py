@@ -138,6 +138,7 @@ class Stages:
             report_stage("capturing")
             captured = self.capture(args, kwargs)
         with captured.undone_on_error():
+            captured.check_results(self.is_piece)
             try:
                 return self.plan(captured, lookup)
             except RankMismatchError as error:

@@ -23,6 +23,7 @@ from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.reach.traced_inputs import InputSource
 from wholestep.capture.reach.train_state import Address
 from wholestep.capture.scalars.varying_numbers import ScalarLocation, identity
+from wholestep.errors import CaptureError
 from wholestep.ir.dtensor.layouts import DTensorLayout
 from wholestep.ir.program import Program
 
@@ -169,6 +170,15 @@ class Captured:
     def program(self) -> Program:
         """The program, as it was captured."""
         return self.source()
+
+    def check_results(self, may_lose_graphs: bool) -> None:
+        """Raises CaptureError where a backward could go on through the graph of a result, which no program keeps."""
+        if self.spec.kept_graph and not may_lose_graphs:
+            raise CaptureError(
+                f"The step returns a tensor {self.spec.kept_graph} with its graph of autograd, through which a "
+                f"backward can go on after it. Call backward() in the step, compute it under torch.no_grad(), or "
+                f"return result.detach()."
+            )
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from wholestep.live.recording.modes import Modes
@@ -34,7 +35,7 @@ VALUE, EXTERNAL, NUMBER, CONSTANT = "value", "external", "number", "constant"
 
 _CONSTANTS = (
     types.NoneType, bool, int, complex, str, bytes, types.EllipsisType, torch.dtype, torch.device, torch.layout,
-    torch.memory_format, torch.Generator, enum.Enum, Optimizer,
+    torch.memory_format, torch.Generator, enum.Enum, Optimizer, dist.ProcessGroup,
 )  # fmt: skip
 """What a record may hold as it is: equal ones make a call do the same, and none is changed by anybody meanwhile.
 (Of an optimizer, which is, the record takes a snapshot.)"""
@@ -42,7 +43,13 @@ _CONSTANTS = (
 
 def is_constant(leaf: Any) -> bool:
     """Whether a record may hold this leaf of arguments as it is."""
-    return isinstance(leaf, _CONSTANTS)
+    return isinstance(leaf, _CONSTANTS) or is_enumerator(leaf)
+
+
+def is_enumerator(leaf: Any) -> bool:
+    """Whether it is one of an enumeration in C++, as pybind11 shows them: ``dist.ReduceOp.MAX``."""
+    members = getattr(type(leaf), "__members__", None)
+    return isinstance(members, dict) and any(leaf is one for one in members.values())
 
 
 def is_number(leaf: Any) -> bool:
