@@ -279,7 +279,7 @@ def test_what_a_hook_sets_on_a_parameter_is_refused() -> None:
 def test_attributes_of_a_parameter_are_in_sight() -> None:
     model = nn.Linear(4, 4, bias=False)
     model.weight.scale = 3  # type: ignore[attr-defined]
-    step = ws.compile(lambda x: model(x) * model.weight.scale, fullgraph=True)
+    step = ws.compile(lambda x: model(x).detach() * model.weight.scale, fullgraph=True)
     x = torch.rand(2, 4)
     for scale in (3, 3, 5):
         model.weight.scale = scale  # type: ignore[attr-defined]
