@@ -1,4 +1,4 @@
-"""A result through whose graph of autograd a backward can go on: the step that gives it is live, and gives the graph."""
+"""A step that gives a result through whose graph of autograd a backward can go on is live, and gives the graph."""
 
 from __future__ import annotations
 
