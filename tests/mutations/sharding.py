@@ -24,6 +24,22 @@ SHOWN = "tests/ranks/wrapped/test_shown_shards.py::test_it_does_what_eager_code_
 
 SHARDING_MUTATIONS = (
     Mutation(
+        name="rounding_is_not_measured",
+        what="a kernel of a result that is nothing but rounding is said to be wrong",
+        file="runtime/verify/kernel_check.py",
+        old="AMPLIFIED * float(distances(near, wanted).max())",
+        new="0 * float(distances(near, wanted).max())",
+        tests=("tests/unit/runtime/verify/test_kernel_check.py",),
+    ),
+    Mutation(
+        name="stored_results_are_not_compared",
+        what="a kernel may store anything",
+        file="runtime/verify/kernel_check.py",
+        old="got = _with_stored(self.segment, self.compiled(list(own)), own)",
+        new="got = _with_stored(self.segment, self.compiled(list(own)), given)",
+        tests=("tests/unit/runtime/verify/test_kernel_check.py",),
+    ),
+    Mutation(
         name="shards_are_plain_tensors",
         what="code that asks whether a gradient is a DTensor goes the way of eager code",
         file="capture/wrappers/shown_shards.py",

@@ -41,6 +41,7 @@ from wholestep.live.recording.handle import CURRENT
 from wholestep.runtime.checkpoint.optimizers import LayoutOf, cut_like_parameter
 from wholestep.runtime.distributed.world import init
 from wholestep.runtime.options import Options, data_axes
+from wholestep.runtime.verify.kernel_check import Kernels
 from wholestep.runtime.verify.verification import Verification
 from wholestep.runtime.verify.verify import Subject, Trial, verify
 from wholestep.util.forget_frames import forget_frames
@@ -284,6 +285,7 @@ class CompiledStep:
         subject = Subject(
             name=stages.name, step=self._step, capture=stages.capture, passes=stages.passes,
             strategy=self._options.strategy or DDP(), axes=self._virtual_axes(ranks), comm_state=self.state_dict(),
+            kernels=Kernels(stages.backend.passes, stages.backend.compile_segments) if init().size == 1 else None,
         )  # fmt: skip
         return verify(subject, args, kwargs, Trial(num_steps=steps, whole_batch=whole_batch))
 

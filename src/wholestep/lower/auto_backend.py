@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx as fx
@@ -16,6 +16,7 @@ from wholestep.cost.cost_model import CostModel
 from wholestep.errors import InternalError
 from wholestep.ir.printer import Step
 from wholestep.ir.program import Program
+from wholestep.ir.segment import Segment
 from wholestep.lower.base import profitability
 from wholestep.lower.base.eager_backend import EagerBackend
 from wholestep.lower.base.protocol import Backend, ExecutionMode, Wait
@@ -86,6 +87,9 @@ class AutoBackend(Backend):
 
     def wire_format(self, grad: fx.Node, group: str) -> WireFormat:
         return (self._chosen or EagerBackend()).wire_format(grad, group)
+
+    def compile_segments(self, program: Program) -> Mapping[Segment, Callable[[list[Any]], Sequence[Any]]]:
+        return self._backend.compile_segments(program)
 
     def lower(self, program: Program, wait: Wait | None = None) -> Step:
         return self._backend.lower(program, wait)

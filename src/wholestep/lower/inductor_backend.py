@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from wholestep.cost.link_model import with_copies
 from wholestep.ir.ops.dispatch_guard import without_autocast
 from wholestep.ir.printer import Step
 from wholestep.ir.program import Program
+from wholestep.ir.segment import Segment, segments_of
 from wholestep.lower.base import eager_backend
 from wholestep.lower.base.protocol import Backend, ExecutionMode, Wait
 from wholestep.lower.cudagraph import graph_pool, graph_runner, sized_graphs
@@ -113,6 +115,11 @@ class InductorBackend(Backend):
         if self._exchange is not None:
             self._exchange.mark_seen(program)
         self._compiler.loads(program, kernels)
+
+    @without_autocast()
+    def compile_segments(self, program: Program) -> Mapping[Segment, Callable[[list[Any]], Sequence[Any]]]:
+        self._compiler.compile_all(program)
+        return {one: self._compiler.compile(one) for one in segments_of(program)}
 
     @without_autocast()
     def lower(self, program: Program, wait: Wait | None = None) -> Step:

@@ -45,8 +45,15 @@ def group_named(name: str) -> Any:
 
 
 def averages(name: str, device: torch.device) -> bool:
-    """Whether the group of that name averages tensors of a device while it adds them: NCCL does, gloo refuses."""
-    return device.type == "cuda" and bool(group_named(name)._get_backend(device).name() == "nccl")
+    """Whether the group of that name averages tensors of a device while it adds them: NCCL does, gloo refuses, and
+    virtual ranks have no group."""
+    if device.type != "cuda":
+        return False
+    try:
+        group = group_named(name)
+    except RuntimeError:
+        return False
+    return bool(group._get_backend(device).name() == "nccl")
 
 
 def _started(result: torch.Tensor, work: Any) -> torch.Tensor:

@@ -54,6 +54,9 @@ class EagerBackend(Backend):
 
     def load_kernels(self, program: Program, kernels: tuple[bytes | None, ...]) -> None: ...
 
+    def compile_segments(self, program: Program) -> Mapping[Segment, Callable[[list[Any]], Sequence[Any]]]:
+        return {}
+
     def lower(self, program: Program, wait: Wait | None = None) -> Step:
         return lower(program, wait=wait)
 

@@ -30,7 +30,7 @@ from wholestep.capture.scalars.hyperparameters import Hyperparameter
 from wholestep.config import DDP, Strategy
 from wholestep.errors import ConfigError, VerificationError
 from wholestep.ir.program import InputKind, MeshAxis, Output, OutputKind, Program
-from wholestep.passes.comm.bucketing import Choose, choose_locally
+from wholestep.passes.comm.bucketing import choose_locally
 from wholestep.passes.pass_manager import Pass, run_passes
 from wholestep.place.shard_inputs import shard_inputs
 from wholestep.place.strategies import place
@@ -44,6 +44,7 @@ from wholestep.runtime.verify.eager_reference import (
     copied,
 )
 from wholestep.runtime.verify.first_divergence import Comparer, Recorder, difference_at
+from wholestep.runtime.verify.kernel_check import KernelCheck, Kernels
 from wholestep.runtime.verify.rank_shards import RankShards
 from wholestep.runtime.verify.rank_simulator import RankGenerators, rank_blocks, run
 from wholestep.runtime.verify.rank_state import Batch, RankState, copies_of
@@ -65,8 +66,11 @@ class Subject:
     name: str
     step: Callable[..., Any]
     capture: Callable[[tuple[Any, ...], dict[str, Any]], Captured]
-    passes: Callable[[Captured, CompressionState | None, Choose], list[Pass]]
-    """The passes for a captured program, while compressed communication is where the CommState says."""
+    passes: Callable[..., list[Pass]]
+    """The passes for a captured program, while compressed communication is where the CommState says; the functions of
+    `wholestep.api.stages.Stages.passes`."""
+    kernels: Kernels | None
+    """What is compiled; None where that needs other ranks."""
     strategy: Strategy
     comm_state: dict[str, Any]
     """Where compressed communication of the step stands, from `CompressionState.state_dict`."""
@@ -148,7 +152,7 @@ def verify(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any], tria
         saved.restore()
     return Verification(
         step=subject.name, num_ranks=subject.num_ranks, num_steps=virtual.num_steps, notes=(batch.note(), _NUMBERS),
-        checks=(*checks, whole),
+        checks=(*checks, whole, virtual.kernels.check),
     )  # fmt: skip
 
 
@@ -167,6 +171,7 @@ class _VirtualRanks:
         self._streams = RankGenerators([(torch.initial_seed() + rank) % 2**63 for rank in self._ranks], batch.device)
         self._optimised_streams = self._streams.copy()
         self.num_steps = 0
+        self.kernels = KernelCheck()
         self._step_records: list[
             tuple[StepRecord, Callable[[], None]]
         ] = []  # of rank 0, unoptimised; and what came then
@@ -188,8 +193,11 @@ class _VirtualRanks:
         while self.num_steps < num_steps and not (order or same or equal):
             number = self.num_steps
             self.num_steps += 1
+            num_plans = len(self._plans)
             plan = self._plan_for(self._batch.of_rank(0, number))
             try:
+                if len(self._plans) > num_plans:
+                    self._run_kernels(plan, number)
                 step_run = self._step(plan, number)
             except VerificationError as error:
                 order = Check(name=_ORDER, outcome=Outcome.FAILED, text=f"step {number + 1}: {error}")
@@ -204,6 +212,17 @@ class _VirtualRanks:
             same or self._same(finished),
             equal or Check(name=_EQUAL, outcome=finished, text="the parameters, after every step"),
         ]
+
+    def _run_kernels(self, plan: _Plan, number: int) -> None:
+        """Runs a step of its own, whose segments compare what they are compiled to with their operators."""
+        kernels = self._subject.kernels
+        if kernels is None:
+            return
+        passes = self._subject.passes(plan.captured, None, choose_locally, kernels.passes(plan.placed))
+        program = run_passes(plan.placed, passes)
+        self.kernels.watch(program, kernels.compile(program), number + 1)
+        inputs = self._inputs(RankState(self._shards), program, plan, number)
+        run(program, inputs, self._blocks(program), self._streams.copy())
 
     def _same(self, finished: Outcome) -> Check:
         if any(plan.compresses for plan in self._plans):

@@ -157,7 +157,7 @@ def test_a_part_that_comes_back_refers_to_the_whole_that_comes_back(way: str) ->
 def test_a_batch_whose_parts_refer_to_it_is_data_of_the_call(way: str) -> None:
     refer, follow = REFERENCES[way]
     model = nn.Linear(2, 1)
-    step = ws.compile(lambda batch: model(follow(batch.part.to_whole).part.x), backend="eager")
+    step = ws.compile(lambda batch: model(follow(batch.part.to_whole).part.x).detach(), backend="eager")
     for call in range(4):
         x = torch.full((1 + call, 2), float(call))
         assert torch.equal(step(Whole(x, refer)), model(x))
@@ -209,7 +209,7 @@ def test_a_batch_in_a_long_chain_runs() -> None:
     def step(node: Any) -> Tensor:
         total = model.bias.detach()
         while node is not None:
-            total, node = total + model(node.x).sum(), node.inner
+            total, node = total + model(node.x).detach().sum(), node.inner
         return total
 
     compiled = ws.compile(step, backend="eager")
@@ -285,7 +285,7 @@ BATCHES: dict[str, tuple[Any, Any]] = {  # how one is made of a tensor, and how 
 def test_a_batch_of_any_class_is_data_of_the_call(name: str) -> None:
     make, read = BATCHES[name]
     model = nn.Linear(2, 1)
-    step = ws.compile(lambda batch: model(read(batch)), backend="eager")
+    step = ws.compile(lambda batch: model(read(batch)).detach(), backend="eager")
     kept = []
     for call in range(3):
         x = torch.full((1, 2), float(call))
@@ -299,7 +299,7 @@ def test_results_of_any_class_are_returned() -> None:
 
     @ws.compile
     def step(x: Tensor) -> Plain:
-        out = model(x)
+        out = model(x).detach()
         return Plain(out, Frozen(out.sum(), "result"), secret="s")
 
     for call in range(2):

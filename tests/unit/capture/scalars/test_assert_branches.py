@@ -114,7 +114,7 @@ def test_nothing_is_half_updated(asked: str, backend: str) -> None:
         backward_and_step(loss, opt)
         if asked == "the batch":
             return raising_functions.raises(x)[0] + loss.detach()
-        return raising_functions.raises(model.weight)[0, 0] + loss.detach()
+        return raising_functions.raises(model.weight).detach()[0, 0] + loss.detach()
 
     def state() -> list[Tensor]:
         return [*model.parameters(), *(opt.state[one]["momentum_buffer"] for one in model.parameters())]

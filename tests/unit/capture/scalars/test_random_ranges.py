@@ -82,7 +82,7 @@ def test_nothing_is_checked_in_later_calls() -> None:
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_the_draws_alone_stay_in_the_graph(backend: str) -> None:
     model = Skipping(0.0)
-    step = ws.compile(model.forward, backend=backend)
+    step = ws.compile(lambda x: model(x).detach(), backend=backend)
     step(torch.randn(2, 4))
     assert [node.target for node in calls(step.program())].count(torch.ops.aten.rand.default) == 3
     names = {str(node.target) for node in calls(step.program())}
@@ -99,7 +99,7 @@ def test_a_draw_on_a_gpu_is_not_waited_for() -> None:
 
 def test_a_probability_that_is_raised_is_seen() -> None:
     model = Skipping(0.0)
-    step = ws.compile(model.forward, backend="eager", fullgraph=True)
+    step = ws.compile(lambda x: model(x).detach(), backend="eager", fullgraph=True)
     step(torch.randn(2, 4))
     model.probability = 1.0
     x = torch.randn(2, 4)

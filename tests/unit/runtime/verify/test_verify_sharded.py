@@ -45,7 +45,8 @@ def verified(
 
 
 def outcomes(found: Verification) -> list[Outcome]:
-    return [check.outcome for check in found.checks]
+    """Of programs; what is compiled is for `test_kernel_check`."""
+    return [check.outcome for check in found.checks[:4]]
 
 
 @pytest.mark.parametrize(("ranks", "width"), [(2, 8), (2, 7), (3, 7), (4, 7), ((2, 2), 7)])
