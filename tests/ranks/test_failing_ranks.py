@@ -91,8 +91,8 @@ def code_paths_differ(how: str) -> tuple[type, str, int, float]:
         if how == "heads":
             hidden = module["left" if rank == 0 else "right"](hidden)
         loss = nn.functional.cross_entropy(hidden, y)
-        if how == "no_backward" and rank == 1:
-            return loss
+        if how != "heads" and rank == 1:
+            return loss if how == "graph" else loss.detach()
         return backward_and_step(loss, opt)
 
     return outcome(step, [batch()], module=module, opt=opt)
@@ -103,6 +103,11 @@ def test_code_paths_that_differ_are_an_error_on_both_ranks(pool2: Any, how: str)
     first, second = pool2.run(code_paths_differ, how)
     assert first[0] is second[0] is ws.RankMismatchError
     assert first[1] == second[1]
+
+
+def test_a_rank_whose_result_has_a_graph_tells_the_other(pool2: Any) -> None:
+    first, second = pool2.run(code_paths_differ, "graph")
+    assert (first[0], second[0]) == (PeerRefusedError, ws.CaptureError)
 
 
 @contextmanager

@@ -137,8 +137,8 @@ class Stages:
         with self.rendezvous.abandoned_on_error(world), naming(self.step):
             report_stage("capturing")
             captured = self.capture(args, kwargs)
-        with captured.undone_on_error():
             captured.check_results(self.is_piece)
+        with captured.undone_on_error():
             try:
                 return self.plan(captured, lookup)
             except RankMismatchError as error:

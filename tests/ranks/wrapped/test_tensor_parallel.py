@@ -275,7 +275,7 @@ def test_gradients_are_added_to_those_that_are_there(pool2: Any, name: str, step
 
 def returns_dtensors(model: Any, opt: Any, x: Tensor) -> Any:
     loss = clear_last(model, opt, x)
-    return loss, model.up.weight * 2, {"weight": model.up.weight}, model.down.weight.to_local()
+    return loss, model.up.weight.detach() * 2, {"weight": model.up.weight}, model.down.weight.to_local()
 
 
 def results() -> None:

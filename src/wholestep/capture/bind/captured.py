@@ -172,8 +172,10 @@ class Captured:
         return self.source()
 
     def check_results(self, may_lose_graphs: bool) -> None:
-        """Raises CaptureError where a backward could go on through the graph of a result, which no program keeps."""
+        """Raises CaptureError where a backward could go on through the graph of a result, which no program keeps.
+        Nothing is left of the trace then."""
         if self.spec.kept_graph and not may_lose_graphs:
+            self.undo()
             raise CaptureError(
                 f"The step returns a tensor {self.spec.kept_graph} with its graph of autograd, through which a "
                 f"backward can go on after it. Call backward() in the step, compute it under torch.no_grad(), or "
