@@ -24,6 +24,14 @@ SHOWN = "tests/ranks/wrapped/test_shown_shards.py::test_it_does_what_eager_code_
 
 SHARDING_MUTATIONS = (
     Mutation(
+        name="gloo_reduces_one_by_one",
+        what="shards of a bucket are a message each on CPUs",
+        file="lower/base/eager_backend.py",
+        old="{**cpu_collectives.REPLACEMENTS, **(replacements or {})}",
+        new="{**(replacements or {})}",
+        tests=("tests/ranks/test_cpu_collectives.py",),
+    ),
+    Mutation(
         name="rounding_is_not_measured",
         what="a kernel of a result that is nothing but rounding is said to be wrong",
         file="runtime/verify/kernel_check.py",

@@ -18,6 +18,7 @@ from wholestep.ir import node_meta, op_info, printer
 from wholestep.ir.printer import Step
 from wholestep.ir.program import Program
 from wholestep.ir.segment import Segment
+from wholestep.lower.base import cpu_collectives
 from wholestep.lower.base.protocol import Backend, ExecutionMode, Wait
 from wholestep.passes.comm.wire_format import WireFormat, unchanged
 from wholestep.passes.pass_manager import Pass
@@ -74,7 +75,7 @@ def lower(
     """A function from inputs to results, in the order of the program's records.
 
     `wait` stands in for ``wait_tensor``; what `compile_segment` makes of a segment stands in for running its nodes;
-    `replacements` has what stands in for other operators.
+    `replacements` has what stands in for other operators, besides collectives on CPUs.
 
     Writes that are done, whose result is None, are left out at the end, where they stand in a scheduled program.
     The caller turns gradients off (``torch.no_grad()``). The generated line shows up in tracebacks, and an
@@ -83,7 +84,8 @@ def lower(
     rendered = printer.render(program, short_names=True)
     filename = f"<wholestep step {next(_numbers)}>"
     namespace = dict(rendered.namespace)
-    functions = {operator._op: function for operator, function in (replacements or {}).items()}
+    others = {**cpu_collectives.REPLACEMENTS, **(replacements or {})}
+    functions = {operator._op: function for operator, function in others.items()}
     if wait is not None:
         functions[op_info.WAIT._op] = wait
     calls = {name: thing for name, thing in namespace.items() if isinstance(thing, types.BuiltinFunctionType)}
