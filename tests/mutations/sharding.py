@@ -29,7 +29,7 @@ SHARDING_MUTATIONS = (
         file="lower/base/eager_backend.py",
         old="{**cpu_collectives.REPLACEMENTS, **(replacements or {})}",
         new="{**(replacements or {})}",
-        tests=("tests/ranks/test_cpu_collectives.py",),
+        tests=("tests/ranks/sharding/test_cpu_collectives.py",),
     ),
     Mutation(
         name="rounding_is_not_measured",
