@@ -28,9 +28,7 @@ def together(dtype: torch.dtype, mixed: bool) -> None:
         tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
         if mixed:
             tensors[0] = tensors[0].double()
-        tensors[-1] = tensors[-1].transpose(0, -1).contiguous().transpose(0, -1)  # of other strides
-        plain = [one.contiguous() for one in tensors]
-        started = op_info.c10d.reduce_scatter_tensor_coalesced(plain, "sum", world.size, group)
+        started = op_info.c10d.reduce_scatter_tensor_coalesced(tensors, "sum", world.size, group)
         wanted = [op_info.WAIT(one) for one in started]
         found = [op_info.WAIT(one) for one in reduce_scatter_together(tensors, "sum", world.size, group)]
         for mine, theirs in zip(found, wanted, strict=True):
