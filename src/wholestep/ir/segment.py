@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,9 @@ import torch.fx as fx
 from wholestep.ir import node_meta
 from wholestep.ir.program import Program
 from wholestep.ir.sizes import numbers_of, renamed, symbols_of
+
+Compiled = Callable[[list[Any]], Sequence[Any]]
+"""What does the same as a segment: takes a list, which it empties, and gives a list."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.fx as fx
@@ -16,7 +16,7 @@ from wholestep.cost.cost_model import CostModel
 from wholestep.errors import InternalError
 from wholestep.ir.printer import Step
 from wholestep.ir.program import Program
-from wholestep.ir.segment import Segment
+from wholestep.ir.segment import Compiled, Segment
 from wholestep.lower.base import profitability
 from wholestep.lower.base.eager_backend import EagerBackend
 from wholestep.lower.base.protocol import Backend, ExecutionMode, Wait
@@ -88,7 +88,7 @@ class AutoBackend(Backend):
     def wire_format(self, grad: fx.Node, group: str) -> WireFormat:
         return (self._chosen or EagerBackend()).wire_format(grad, group)
 
-    def compile_segments(self, program: Program) -> Mapping[Segment, Callable[[list[Any]], Sequence[Any]]]:
+    def compile_segments(self, program: Program) -> Mapping[Segment, Compiled]:
         return self._backend.compile_segments(program)
 
     def lower(self, program: Program, wait: Wait | None = None) -> Step:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from wholestep.cost.link_model import with_copies
 from wholestep.ir.ops.dispatch_guard import without_autocast
 from wholestep.ir.printer import Step
 from wholestep.ir.program import Program
-from wholestep.ir.segment import Segment, segments_of
+from wholestep.ir.segment import Compiled, Segment, segments_of
 from wholestep.lower.base import eager_backend
 from wholestep.lower.base.protocol import Backend, ExecutionMode, Wait
 from wholestep.lower.cudagraph import graph_pool, graph_runner, sized_graphs
@@ -117,7 +117,7 @@ class InductorBackend(Backend):
         self._compiler.loads(program, kernels)
 
     @without_autocast()
-    def compile_segments(self, program: Program) -> Mapping[Segment, Callable[[list[Any]], Sequence[Any]]]:
+    def compile_segments(self, program: Program) -> Mapping[Segment, Compiled]:
         self._compiler.compile_all(program)
         return {one: self._compiler.compile(one) for one in segments_of(program)}
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from wholestep.ir.program import Program
-from wholestep.ir.segment import Segment, segments_of
+from wholestep.ir.segment import Compiled, Segment, segments_of
 from wholestep.lower.codecache import toolchain_hash, triton_cache
 from wholestep.lower.foreach import multi_tensor
 from wholestep.lower.kernels import column_sum, copy_all_reduce, cross_entropy, row_sum, sparse_all_reduce
@@ -20,7 +20,6 @@ from wholestep.util.progress import report_stage
 
 if TYPE_CHECKING:
     from wholestep.lower.inductor import segment_compiler
-    from wholestep.lower.inductor.compile_fx import Compiled
 else:
     segment_compiler = lazy_import("wholestep.lower.inductor.segment_compiler")
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import wholestep as ws
 from wholestep.cli.suite.workloads import draw_tokens
@@ -58,7 +59,7 @@ def faults(workload: str, strategy: str | None, dtype: torch.dtype) -> dict[str,
     compiled = ws.compile(step, strategy=None if strategy is None else STRATEGIES[strategy], fullgraph=True)
     compiled(*batches[world.rank])
     moved = {name: param.detach() for name, param in model.named_parameters()}
-    moved = {name: one.full_tensor() if hasattr(one, "full_tensor") else one for name, one in moved.items()}
+    moved = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in moved.items()}
     found = {}
     for name, wanted in exact.items():
         off, allowed = ((one - wanted).norm() for one in (before[name] - moved[name].double(), eager[name]))

@@ -6,7 +6,7 @@ import itertools
 import linecache
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -17,7 +17,7 @@ from wholestep.cost.cost_model import CostModel
 from wholestep.ir import node_meta, op_info, printer
 from wholestep.ir.printer import Step
 from wholestep.ir.program import Program
-from wholestep.ir.segment import Segment
+from wholestep.ir.segment import Compiled, Segment
 from wholestep.lower.base import cpu_collectives
 from wholestep.lower.base.protocol import Backend, ExecutionMode, Wait
 from wholestep.passes.comm.wire_format import WireFormat, unchanged
@@ -28,7 +28,7 @@ _numbers = itertools.count()
 _NODE = "_wholestep_node"
 """The attribute of an error that names its node."""
 
-Compile = Callable[[Segment], Callable[[list[Any]], Sequence[Any]]]
+Compile = Callable[[Segment], Compiled]
 
 
 class EagerBackend(Backend):
@@ -55,7 +55,7 @@ class EagerBackend(Backend):
 
     def load_kernels(self, program: Program, kernels: tuple[bytes | None, ...]) -> None: ...
 
-    def compile_segments(self, program: Program) -> Mapping[Segment, Callable[[list[Any]], Sequence[Any]]]:
+    def compile_segments(self, program: Program) -> Mapping[Segment, Compiled]:
         return {}
 
     def lower(self, program: Program, wait: Wait | None = None) -> Step:

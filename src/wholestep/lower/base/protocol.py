@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch.fx as fx
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from wholestep.cost.cost_model import CostModel
 from wholestep.ir.printer import Step
 from wholestep.ir.program import Program
-from wholestep.ir.segment import Segment
+from wholestep.ir.segment import Compiled, Segment
 from wholestep.passes.comm.wire_format import WireFormat
 from wholestep.passes.pass_manager import Pass
 
@@ -58,7 +58,7 @@ class Backend(Protocol):
     def load_kernels(self, program: Program, kernels: tuple[bytes | None, ...]) -> None:
         """Takes over code that another process has dumped, for when the program is lowered."""
 
-    def compile_segments(self, program: Program) -> Mapping[Segment, Callable[[list[Any]], Sequence[Any]]]:
+    def compile_segments(self, program: Program) -> Mapping[Segment, Compiled]:
         """What is made of each segment of a program; empty where nothing is compiled."""
 
     def lower(self, program: Program, wait: Wait | None = None) -> Step:

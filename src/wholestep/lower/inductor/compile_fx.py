@@ -32,7 +32,7 @@ from torch.fx.traceback import preserve_node_meta
 from wholestep.errors import WholestepError
 from wholestep.ir import node_meta, op_info
 from wholestep.ir.lazy_graph_module import unwritten
-from wholestep.ir.segment import Segment
+from wholestep.ir.segment import Compiled, Segment
 from wholestep.ir.sizes import hint, is_same
 from wholestep.lower.base.eager_backend import first_line
 from wholestep.lower.decompositions import interpolate
@@ -86,10 +86,6 @@ def start_workers() -> None:
     """
     if hasattr(async_compile, "maybe_warm_pool"):
         async_compile.maybe_warm_pool()
-
-
-Compiled = Callable[[list[Any]], Sequence[Any]]
-"""What a segment does: takes a list, which it empties, and gives a list."""
 
 
 @dataclass(frozen=True, slots=True)

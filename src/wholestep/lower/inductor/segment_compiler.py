@@ -31,7 +31,7 @@ from torch._inductor.runtime import compile_tasks
 from wholestep.cost.calibration import calibrate
 from wholestep.ir import node_meta, op_info
 from wholestep.ir.ops.packed_scalars import element
-from wholestep.ir.segment import Segment
+from wholestep.ir.segment import Compiled, Segment
 from wholestep.ir.sizes import is_of_arguments
 from wholestep.lower.codecache import segment_cache, triton_cache
 from wholestep.lower.codecache.relocate_device import without_device_index
@@ -44,7 +44,7 @@ from wholestep.util.lazy_import import lazy_import
 
 if TYPE_CHECKING:
     from wholestep.lower.inductor import compile_fx
-    from wholestep.lower.inductor.compile_fx import Compiled, PendingSegment
+    from wholestep.lower.inductor.compile_fx import PendingSegment
     from wholestep.lower.inductor.segment_sizes import Asked
 else:
     compile_fx = lazy_import("wholestep.lower.inductor.compile_fx")

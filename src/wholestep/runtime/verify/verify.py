@@ -171,7 +171,7 @@ class _VirtualRanks:
         self._streams = RankGenerators([(torch.initial_seed() + rank) % 2**63 for rank in self._ranks], batch.device)
         self._optimised_streams = self._streams.copy()
         self.num_steps = 0
-        self.kernels = KernelCheck()
+        self.kernels = KernelCheck("other ranks are there" if subject.kernels is None else "nothing is compiled")
         self._step_records: list[
             tuple[StepRecord, Callable[[], None]]
         ] = []  # of rank 0, unoptimised; and what came then

@@ -15,7 +15,7 @@ from tests.behaviour.test_segments import Segmented
 from wholestep.errors import VerificationError
 from wholestep.ir.program import Program
 from wholestep.ir.segment import Segment, segments_of
-from wholestep.runtime.verify.kernel_check import NAME
+from wholestep.runtime.verify.kernel_check import NAME, _gap
 from wholestep.runtime.verify.verification import Check, Outcome, Verification
 
 Results = list[Any]
@@ -165,3 +165,9 @@ def test_inductor_computes_what_operators_do() -> None:
     (check,) = (one for one in found.checks if one.name == NAME)
     assert check.outcome is Outcome.PASSED, check
     assert found.ok
+
+
+def test_an_element_that_moves_without_bound_allows_nothing() -> None:
+    wanted, near, got = torch.ones(3), torch.tensor([1.0, float("nan"), 1.0]), torch.tensor([1.0, 1.0, 5.0])
+    assert _gap(wanted, near, got, 2.0**-23).is_fault
+    assert not _gap(wanted, near, wanted, 2.0**-23).is_fault
