@@ -38,6 +38,7 @@ OPTIM = "tests/behaviour/test_optim.py::test_equals_eager"
 CLASSES = (
     "tests/unit/capture/python/test_class_attributes.py::test_a_change_is_one_retrace_and_none_when_it_is_set_back"
 )
+THREADS = "tests/unit/capture/tracing/test_threads.py"
 GUARDS = "tests/unit/capture/guards/test_guards.py::test_a_change_is_seen_and_named"
 ACCESS = "tests/unit/capture/python/test_attribute_access.py"
 STEPS = "tests/behaviour/test_steps.py::test_equals_eager"
@@ -215,6 +216,14 @@ MUTATIONS = (
         old="return _first_reason(self.arguments, call) or self._state_why_not(leaves, call.changed)",
         new="return None",
         tests=(f"{STEPS}[train_and_eval_flips]", f"{STEPS}[module_number_changed]", f"{STEPS}[last_batch_is_smaller]"),
+    ),
+    Mutation(
+        name="captures_are_of_all_threads",
+        what="what another thread calls while a step is captured runs as eager code",
+        file="capture/python/tracing_thread.py",
+        old="return threading.get_ident() in CAPTURING",
+        new="return bool(CAPTURING)",
+        tests=(f"{THREADS}::test_a_first_call_beside_a_capture_waits_for_it_and_is_captured_itself",),
     ),
     Mutation(
         name="one_rank_plans_differently",

@@ -574,8 +574,8 @@ LIVE_MUTATIONS = (
         name="traces_of_threads_mixed",
         what="two threads trace at the same time",
         file="capture/capture.py",
-        old="        with _ONE_THREAD:\n            outcome",
-        new="        if True:\n            outcome",
+        old="    with NO_OTHER_CAPTURE:\n        for number",
+        new="    if True:\n        for number",
         tests=("tests/unit/capture/tracing/test_threads.py",),
     ),
     Mutation(

@@ -13,7 +13,6 @@ A step is traced once, and is refused if its Python changes anything (`capture/e
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,6 +44,7 @@ from wholestep.capture.python import tree_util
 from wholestep.capture.python.attribute_access import AttributesFound
 from wholestep.capture.python.container_views import BUFFERS, ContentView, own_dict
 from wholestep.capture.python.snapshot import SCALARS
+from wholestep.capture.python.tracing_thread import NO_OTHER_CAPTURE
 from wholestep.capture.reach import unwrap_compiled
 from wholestep.capture.reach.rng_and_iterators import check_made, hidden_error, kept_iterators, refuse_hidden
 from wholestep.capture.reach.step_context import StepContext
@@ -64,10 +64,6 @@ log = logging.getLogger("wholestep.capture")
 
 MAX_TRACES = 100
 """Of one capture. Every trace but the last two finds an attribute, so that more is a fault of ours."""
-
-
-_ONE_THREAD = threading.RLock()
-"""Held while a step is traced: what a trace puts in the place of names of torch is put back in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,22 +129,22 @@ def capture(
     observed: _Attributes = frozenset()
     read: frozenset[int] = frozenset()
     setup: _Unsettled | None = None
-    for number in range(1, MAX_TRACES + 1):
-        with _ONE_THREAD:
+    with NO_OTHER_CAPTURE:
+        for number in range(1, MAX_TRACES + 1):
             outcome = trace(observed, read, setup)
-        log.debug("trace %d: %s", number, type(outcome).__name__)
-        setup = None
-        match outcome:
-            case Captured():
-                return outcome
-            case _Unsettled():
-                setup = outcome
-            case frozenset():
-                observed |= outcome
-            case _ReadArguments():
-                read |= outcome.tensors
-            case _:
-                raise outcome
+            log.debug("trace %d: %s", number, type(outcome).__name__)
+            setup = None
+            match outcome:
+                case Captured():
+                    return outcome
+                case _Unsettled():
+                    setup = outcome
+                case frozenset():
+                    observed |= outcome
+                case _ReadArguments():
+                    read |= outcome.tensors
+                case _:
+                    raise outcome
     raise CaptureError(f"The step was traced {MAX_TRACES} times, and each trace came upon other attributes.")
 
 

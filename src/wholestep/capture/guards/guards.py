@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from wholestep.capture.guards.fast_guards import FastCall, FastPath, FastRun, fast_call
 from wholestep.capture.python import tree_util
 from wholestep.capture.python.snapshot import Snapshot
+from wholestep.capture.python.tracing_thread import NO_OTHER_CAPTURE
 from wholestep.capture.scalars.varying_numbers import VaryingValue
 
 
@@ -79,8 +80,9 @@ class Guards:
 
     def why_not(self, leaves: list[Any], spec: tree_util.TreeSpec) -> str | None:
         """Why this trace does not hold for a call with these arguments, in one sentence; None if it holds."""
-        call = Call(leaves, self.fast.changed(), spec)
-        return _first_reason(self.arguments, call) or self._state_why_not(leaves, call.changed)
+        with NO_OTHER_CAPTURE:
+            call = Call(leaves, self.fast.changed(), spec)
+            return _first_reason(self.arguments, call) or self._state_why_not(leaves, call.changed)
 
     def state_why_not(self) -> str | None:
         """Why this trace does not hold with the state as it is now, whatever the arguments; None if it may."""
@@ -95,11 +97,12 @@ class Guards:
 
     def _state_why_not(self, leaves: list[Any], changed: tuple[int, ...]) -> str | None:
         call = Call(leaves, changed)
-        if changed or self.always:
-            if (reason := _first_reason(self.state, call)) is not None:
-                return reason
-            self.fast.accept()
-        return _first_reason(self.values, call)
+        with NO_OTHER_CAPTURE:
+            if changed or self.always:
+                if (reason := _first_reason(self.state, call)) is not None:
+                    return reason
+                self.fast.accept()
+            return _first_reason(self.values, call)
 
     def varying_values(self, leaves: list[Any]) -> Iterator[VaryingValue]:
         """See `Guard.varying_values`."""

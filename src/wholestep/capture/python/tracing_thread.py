@@ -1,4 +1,4 @@
-"""Patches that hold for the tracing thread alone: others call the same functions meanwhile."""
+"""Patches that hold for the tracing thread alone, and the one lock of captures: other threads go on meanwhile."""
 
 from __future__ import annotations
 
@@ -21,20 +21,23 @@ def on_this_thread(replacement: Callable[..., Any], original: Callable[..., Any]
     return call
 
 
-CAPTURING: list[None] = []
-"""One item per capture that runs at this moment; a list, since native code looks at it as well."""
+NO_OTHER_CAPTURE = threading.RLock()
+"""Held by a capture, which puts names of torch back in order, and by guards, which would see what it has put there."""
+
+CAPTURING: list[int] = []
+"""The threads of the captures that run at this moment; a list, since native code looks at it as well."""
 
 
 def is_capturing() -> bool:
-    """Whether a step is being captured at this moment."""
-    return bool(CAPTURING)
+    """Whether this thread captures a step at this moment. What another one calls meanwhile is no part of it."""
+    return threading.get_ident() in CAPTURING
 
 
 @contextmanager
 def capture_flag() -> Iterator[None]:
-    """While open, a step is being captured."""
-    CAPTURING.append(None)
+    """While open, this thread captures a step."""
+    CAPTURING.append(threading.get_ident())
     try:
         yield
     finally:
-        CAPTURING.pop()
+        CAPTURING.remove(threading.get_ident())

@@ -13,7 +13,7 @@ import wholestep as ws
 from wholestep.api.compiled_step import CompiledStep
 from wholestep.capture.guards.state_guards import ContainerGuard
 from wholestep.capture.native import build
-from wholestep.capture.python.tracing_thread import CAPTURING
+from wholestep.capture.python.tracing_thread import capture_flag
 from wholestep.ir.program import Stage
 
 pytestmark = pytest.mark.skipif(build.wait() != "", reason="there are no native guards")
@@ -104,11 +104,8 @@ def test_nothing_is_short_while_a_capture_runs() -> None:
     step = ws.compile(doubled, backend="eager")
     for _ in range(2):
         step(torch.ones(2))
-    CAPTURING.append(None)
-    try:
+    with capture_flag():
         assert torch.equal(step(torch.ones(2)), torch.full((2,), 2.0))
-    finally:
-        CAPTURING.pop()
     assert step.cache_info().hits == 1, "the function itself ran"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
+from tests.harness.second_thread import closed_lock, wait_for
 from tests.harness.training import backward_and_step
+from wholestep.capture.capture import capture
 
 
 def make_step() -> Callable[[Tensor], Tensor]:
@@ -25,7 +28,7 @@ def make_step() -> Callable[[Tensor], Tensor]:
     return step
 
 
-def test_two_threads_make_their_first_calls_at_once() -> None:
+def test_threads_make_their_first_calls_at_once() -> None:
     steps = [ws.compile(make_step(), backend="eager", fullgraph=True) for _ in range(3)]
     failed: list[BaseException] = []
     together = threading.Barrier(len(steps))
@@ -46,6 +49,28 @@ def test_two_threads_make_their_first_calls_at_once() -> None:
     assert failed == []
     assert [step.cache_info().traces for step in steps] == [1, 1, 1]
     assert torch.get_rng_state().dtype is torch.uint8  # torch's own functions are in their places again
+
+
+def test_a_first_call_beside_a_capture_waits_for_it_and_is_captured_itself() -> None:
+    """As eager code, no strategy would average its gradients, and `fullgraph=True` would be broken in silence."""
+    begins, goes_on = closed_lock(), closed_lock()
+    other = ws.compile(make_step(), backend="eager")
+
+    def call_other() -> None:
+        wait_for(begins)
+        threading.Timer(0.3, goes_on.release).start()  # an eager call would have ended by then
+        other(torch.ones(2, 4))
+
+    def step(x: Tensor) -> Tensor:
+        begins.release()
+        wait_for(goes_on)
+        return x * 2
+
+    with ThreadPoolExecutor(1) as threads:
+        called = threads.submit(call_other)
+        capture(step, (torch.ones(2),), {})
+        called.result()
+    assert other.cache_info().traces == 1
 
 
 @pytest.mark.parametrize("may_go_live", [True])  # nobody sees who it was that has seeded the generator
