@@ -90,6 +90,8 @@ START: Rules = {
         "history.append(user.clamped_row(model.last.weight.t(), <bounded>).sum().item())",
         "model.last.bias.requires_grad_(not model.last.bias.requires_grad)", "model.zero_grad()", "opt.state.clear()",
         "model.last.weight.grad = torch.ones_like(model.last.weight)", "x.requires_grad_()", "x, y = x[:3], y[:3]",
+        "model.first.requires_grad_(not model.first.bias.requires_grad)",
+        "model.last.weight.requires_grad = bool(count % 3)",
     ),
 }  # fmt: skip
 
@@ -111,6 +113,7 @@ FORWARD: Rules = {
         "table['row'] = out.detach()[0]; table['row'].mul_(<bounded>)", "loss.detach().mul_(<bounded>)",
         "out.retain_grad()", "out.register_hook(lambda grad: grad * 0.5)", "average = loss.detach()",
         "loss.register_hook(lambda grad: history.append(grad.item()))",
+        "model.last.bias.requires_grad_(not model.last.bias.requires_grad)",
     ),
     "reshape": (
         "loss = loss * <bounded>", "loss = loss * <bounded>", "loss = loss * (<tensor> % 1.0 + 0.5)",
@@ -155,7 +158,8 @@ UPDATED: Rules = {
         "scheduler.step()", "scheduler.step()", "opt.state.clear()",
         "history.append(opt.param_groups[0]['lr'])", "shadow[0].lerp_(model.first.weight.detach(), 0.1)",
         "torch._foreach_lerp_(shadow, [p.detach() for p in model.parameters()], 0.1)",
-        "table['lr'] = scheduler.get_last_lr()[0]",
+        "table['lr'] = scheduler.get_last_lr()[0]", "model.requires_grad_(True)",
+        "for p in model.first.parameters(): p.requires_grad = not p.requires_grad",
     ),
 }  # fmt: skip
 

@@ -98,11 +98,6 @@ class Trainer:
     def next_batch(self, x: Tensor, y: Tensor) -> Tensor:
         return self.update(*next(self.batches))
 
-    def freezes(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = self.update(x, y)
-        self.model[0].bias.requires_grad_(False)
-        return loss
-
     def hooks(self, x: Tensor, y: Tensor) -> Tensor:
         self.model[0].bias.register_hook(lambda grad: grad / 2)
         return self.update(x, y)
@@ -130,7 +125,6 @@ SIDE_EFFECTS = {  # method -> what the message must name
     "seed": "seeds torch's own generator",
     "own_seed": r"seeds self\.torch|Generator",
     "new_generator": "Generator",
-    "freezes": r"requires_grad of 0\.bias to False at .* set it back",
     "hooks": r"hook of 0\.bias .* handle\.remove\(\)",
     "next_batch": r"reaches self\.batches, a list_iterator",
 }

@@ -24,7 +24,10 @@ STRATEGIES: dict[str, Strategy] = {
     "zero2": ws.ZeRO(stage=2),
 }
 IN_TURN = ("ddp", "fsdp_keep", "ddp", "fsdp_again", "ddp", "zero1", "ddp", "zero2")
-UNDER_ALL = ("gradients_never_zeroed", "zero_grad_to_zeros_at_start", "clip_norm", "batch_norm", "tied_weights")
+UNDER_ALL = (
+    "gradients_never_zeroed", "zero_grad_to_zeros_at_start", "clip_norm", "batch_norm", "tied_weights",
+    "thawed_in_the_step",
+)  # fmt: skip
 """Cases that go another way under each strategy."""
 REPLICATED = ("gradient_edited_by_hand",)
 """Cases in which each rank adds random numbers of its own to reduced gradients: under DistributedDataParallel the

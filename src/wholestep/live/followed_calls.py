@@ -203,6 +203,23 @@ class FollowedCalls(PendingCalls, ABC):
         if is_seen:
             self._run_pending(f"{name_of(record.key.function)} writes to memory that an array shares")
 
+    def _is_changed(self, function: Any, leaves: list[Any]) -> bool:
+        """Whether a module or an optimizer is in another state than a call of it that was recorded and has not run."""
+        if isinstance(function, OpaqueModule):
+            return any(
+                self._is_called_otherwise(number, function) for number in range(self._started, len(self.records))
+            )
+        steps = (leaf for leaf in leaves if isinstance(leaf, Optimizer))
+        return any(self._is_stepped_otherwise(self._watch(one).snapshot()) for one in steps)
+
+    def _is_called_otherwise(self, number: int, function: OpaqueModule) -> bool:
+        """Whether a record is a call of the same module whose Python would be another one now, not for flags alone."""
+        one = self.records[number].key.function
+        if not isinstance(one, OpaqueModule) or one.module is not function.module or one is function:
+            return False
+        with self.tensors.flags.before(number):
+            return not one.is_as_it_was()
+
     def _is_stepped_otherwise(self, now: OptimizerSnapshot) -> bool:
         """Whether a step of an optimizer was recorded, and has not run, that was in another state than now."""
         return any(

@@ -22,7 +22,6 @@ from wholestep.live.opaque.modules import OpaqueModule
 from wholestep.live.peers import Peers
 from wholestep.live.pieces.pending_calls import PendingCalls
 from wholestep.live.pieces.piece import Piece, PieceSpec, make_piece, size_carrier
-from wholestep.live.pieces.tensors import inputs_of
 from wholestep.live.recording.events import ENDS, PUTS_GRADIENTS, RUNS_PIECE, Event
 from wholestep.live.recording.handle import CURRENT, RUNS, RecordingMode
 from wholestep.live.recording.modes import begin_blocks
@@ -253,7 +252,8 @@ class LiveStep:
         """Runs a piece with what its calls read of Python as it was when they were recorded; None if it was two."""
         piece, call, tensors = compiled.piece, compiled.call, run.tensors
         assert call is not None
-        inputs = inputs_of(tensors, piece.earlier, piece.externals)
+        # What is no state has been used before it runs.
+        inputs = [*map(tensors.tensor_of, piece.earlier), *(tensors.externals[index] for index in piece.externals)]
         numbers = [tensors.numbers[number] for number in piece.numbers]
         sizes = [size_carrier(int(tensors.numbers[number])) for number in piece.sizes]
         modules = [one for one in read if isinstance(one, OpaqueModule)]

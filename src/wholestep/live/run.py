@@ -192,9 +192,8 @@ class Run(FollowedCalls):
                 return self._read(read, _without_tensors(key), args, kwargs, leaves)
             if self.candidates:
                 path, tensors = self.candidates[0], self.tensors
-                self._flush(
-                    self._size_unknown or difference(key, len(self.records), path, tensors.externals, tensors.numbers)
-                )
+                known = [(one, tensors.flags.kind_at_first(one)) for one in tensors.externals]
+                self._flush(self._size_unknown or difference(key, len(self.records), path, known, tensors.numbers))
             self.tensors.forget_since(length)  # those of a backward that ran ahead have gone: all others count anew
             return self._called(function, args, kwargs)
         record_or_none, result = self._observe(key, args, kwargs, leaves)
@@ -283,17 +282,6 @@ class Run(FollowedCalls):
             return False
         return all(self.tensors.fits(path, operand) for operand in key.operands)
 
-    def _is_changed(self, function: Any, leaves: list[Any]) -> bool:
-        """Whether a module or an optimizer is in another state than a call of it that was recorded and has not run."""
-        if isinstance(function, OpaqueModule):
-            pending = [record.key.function for record in self.records[self._started :]]
-            return any(
-                isinstance(one, OpaqueModule) and one.module is function.module and one is not function
-                for one in pending
-            )
-        steps = (leaf for leaf in leaves if isinstance(leaf, Optimizer))
-        return any(self._is_stepped_otherwise(self._watch(one).snapshot()) for one in steps)
-
     def _makes_state(self, record: Record, leaves: list[Any]) -> bool:
         """Whether this is the step of an optimizer that has to make state, which Python may look at after it."""
         for leaf in leaves:
@@ -305,6 +293,8 @@ class Run(FollowedCalls):
 
     def _recorded(self, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
         number = len(self.records)
+        if record.freezes:
+            self.tensors.flags.set(number, leaves[0], lambda: execute(record.key.function, args, kwargs))
         self.take(record)
         if self._speculation is not None:
             return self._from_speculation(self._speculation, record, args, kwargs, leaves)
@@ -375,6 +365,8 @@ class Run(FollowedCalls):
             self.make_no_path(f"{name_of(key.function)} changes the kind of its argument")
         if any(map(tensors.is_shared, seen.written)):
             self.make_no_path(f"{name_of(key.function)} writes to the memory of an array")
+        for param, before in seen.frozen:
+            tensors.flags.note(len(self.records), param, before)
         record = seen.record(key, leaves, line, 0 if module is None else tensors.length()[0])
         for output, (one, meta) in enumerate(zip(seen.results, record.outputs, strict=True)):
             if meta is not None and meta.alias is None:

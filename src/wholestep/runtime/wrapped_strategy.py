@@ -128,15 +128,16 @@ def leaving_alone(
         state: kinds, names and live tensors of the state of a step.
 
     Returns:
-        The strategy, and the names of the parameters whose gradients stay local.
+        The strategy, and the names of the parameters whose gradients stay local. (One that is frozen may be thawed.)
     """
-    params, buffers = [], []
+    params, buffers, trained = [], [], []
     for kind, name, one in state:
-        if kind is InputKind.PARAM and one.requires_grad and not is_sharded(one) and id(one) not in wrapped.reduced:
+        if kind is InputKind.PARAM and not is_sharded(one) and id(one) not in wrapped.reduced:
             params.append(name)
+            trained += [name] if one.requires_grad else []
         elif kind is InputKind.BUFFER and strategy.broadcast_buffers and id(one) not in wrapped.synced:
             buffers.append(name)
-    return replace(strategy, ignore=(*params, *buffers)), params
+    return replace(strategy, ignore=(*params, *buffers)), trained
 
 
 def _compress(hooks: tuple[tuple[Any, Any], ...]) -> Compress | None:

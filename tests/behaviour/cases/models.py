@@ -18,11 +18,14 @@ from tests.behaviour.small_models import (
     ROWS,
     add_step,
     batch_norm_net,
+    class_batches,
+    loss_of,
     mlp,
     sgd,
     unwrap,
     usual_job,
 )
+from tests.harness.training import backward_and_step
 
 registry = Registry()
 case, step_case = registry.add, partial(add_step, registry)
@@ -229,3 +232,50 @@ def spectral_norm(run: Run) -> Job:
     nn.utils.parametrizations.spectral_norm(module[0])
     # The broadcast of buffers writes into vectors that the backward still needs.
     return usual_job(run, module, ddp={"broadcast_buffers": False})
+
+
+@case(live=False)
+def thawed_in_the_step(run: Run) -> Job:
+    """What is frozen before and after the step is trained in it, and averaged over ranks."""
+    module = mlp()
+    model, opt = run.model(module), sgd(module, momentum=0.0)
+    module[0].requires_grad_(False)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        module[0].requires_grad_(True)
+        loss = backward_and_step(loss_of(model, x, y), opt)
+        module[0].requires_grad_(False)
+        return loss
+
+    return Job(step=run.compile(step), batches=class_batches(run, 3), objects={"model": module, "opt": opt})
+
+
+@case(live=False, ranks=False, traces=(2,))
+def frozen_from_the_first_step_on(run: Run) -> Job:
+    """The second call is of another trace, and the third one of none."""
+    module = mlp()
+    model, opt = run.model(module), sgd(module)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = backward_and_step(loss_of(model, x, y), opt)
+        module[0].requires_grad_(False)
+        return loss
+
+    return Job(step=run.compile(step), batches=class_batches(run, 4), objects={"model": module, "opt": opt})
+
+
+@case(live=False, ranks=False, traces=(2,))
+def adversaries_in_turn(run: Run) -> Job:
+    """Each is frozen while the other one trains: the critic from the end of a step to the next one, too."""
+    maker, critic = nn.Linear(FEATURES, FEATURES), mlp()
+    maker_opt, critic_opt = sgd(maker), sgd(critic)
+
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        made = maker(x)
+        critic.requires_grad_(True)
+        critic_loss = backward_and_step(loss_of(critic, x, y) - loss_of(critic, made.detach(), y), critic_opt)
+        critic.requires_grad_(False)
+        return critic_loss, backward_and_step(loss_of(critic, made, y), maker_opt)
+
+    objects = {"maker": maker, "critic": critic, "opts": [maker_opt, critic_opt]}
+    return Job(step=run.compile(step), batches=class_batches(run, 4), objects=objects)

@@ -336,6 +336,23 @@ def wrapped_anew(make: Make) -> list[Tensor]:
     return loop.results()
 
 
+def thawed_in_the_step(make: Make) -> list[Tensor]:
+    """What was frozen when it was wrapped stays local; what was frozen later is reduced."""
+    inner = plain()
+    inner[0].requires_grad_(False)
+    loop = Loop(inner)
+    loop.opt = torch.optim.SGD(inner.parameters(), lr=0.1)
+    inner[2].requires_grad_(False)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        inner.requires_grad_(True)
+        loss_of(loop.model, x, y).backward()
+        loop.update()
+        inner.requires_grad_(False)
+
+    return loop.trained(make(step))
+
+
 def two_wrappers(make: Make) -> list[Tensor]:
     """As in adversarial training: the second one goes back twice, and what it learns from the first is cleared."""
     first, second = Loop(plain()), Loop(nn.Sequential(nn.Linear(4, 4)))
@@ -360,7 +377,7 @@ LOOPS = {
         the_module_inside, reduced_by_hand, a_second_backward, gradients_that_are_returned, unfrozen_later, added_later,
         an_ignored_buffer, evaluations_between, compiled_evaluations, micro_batches_by_call,
         wrappers_with_other_buffers, two_backwards, two_forwards, past_the_wrapper_behind_it, evaluations_in_the_step,
-        wrapped_anew, two_wrappers, cleared_first,
+        wrapped_anew, two_wrappers, cleared_first, thawed_in_the_step,
     )
 }  # fmt: skip
 if torch.__version__ < "2.13":  # torch's own second forward ends the graph of the first there

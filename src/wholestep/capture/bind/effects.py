@@ -81,6 +81,18 @@ class SetOptimizerState:
 
 
 @dataclass(frozen=True, slots=True)
+class SetRequiresGrad:
+    """What the step freezes and thaws: leaves of autograd, each with what its ``requires_grad`` is after the call."""
+
+    flags: tuple[tuple[torch.Tensor, bool], ...]
+
+    def apply(self, call: CallOutcome) -> None:
+        """See `Effect`."""
+        for tensor, requires_grad in self.flags:
+            tensor.requires_grad = requires_grad
+
+
+@dataclass(frozen=True, slots=True)
 class NoteForward:
     """A DistributedDataParallel whose last forward in the call was another than the one before it: see `ddp`."""
 

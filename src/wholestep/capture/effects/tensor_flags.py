@@ -1,7 +1,7 @@
 """What lives in a tensor of the state besides its values: whether it takes gradients, and its hooks.
 
-A graph writes values and nothing else. So a step that freezes a parameter, or leaves a hook on one, is no graph and
-runs live; one that has it as it was at its end may be one.
+A graph writes values and nothing else. What a step freezes or thaws is set after it has run. A step that leaves a hook
+on a parameter is no graph and runs live; one that has its hooks as they were at its end may be one.
 """
 
 from __future__ import annotations
@@ -27,26 +27,25 @@ class TensorFlags:
     def __init__(self, slots: Sequence[Slot], codes: Sequence[CodeType]) -> None:
         """`codes`: of the step, in which an error names a line."""
         self._codes = codes
-        self._needs_grad = [(slot, slot.tensor.requires_grad) for slot in slots if is_leaf(slot.tensor)]
+        tensors = ((number, slot.tensor) for number, slot in enumerate(slots))
+        self._needs_grad = [(number, one, one.requires_grad) for number, one in tensors if is_leaf(one)]
         self._hooks = [(slot, key, _items(slot.tensor, key)) for slot in slots for key in _HOOKS]
 
-    def check(self) -> None:
-        """In the trace, at its end: raises CaptureError for what is another one."""
-        for slot, then in self._needs_grad:
-            if is_leaf(slot.tensor) and slot.tensor.requires_grad is not then:
-                raise CaptureError(
-                    f"The step sets requires_grad of {slot.name} to {not then}{self._line('requires_grad')} and leaves "
-                    f"it so, which no graph would do. Do it outside the step, or set it back at its end."
-                )
+    def thawed(self) -> tuple[tuple[int, bool], ...]:
+        """In the trace, at its end: the slots that take gradients now and did not, or the other way round."""
+        return tuple((number, not then) for number, one, then in self._needs_grad if one.requires_grad is not then)
+
+    def check_hooks(self) -> None:
+        """In the trace, at its end: raises CaptureError for hooks that are others."""
         for slot, key, held in self._hooks:
             if _items(slot.tensor, key) != held:
                 raise CaptureError(
-                    f"The step adds or removes a hook of {slot.name}{self._line('register_hook')} and leaves it so, "
+                    f"The step adds or removes a hook of {slot.name}{self._line()} and leaves it so, "
                     f"which no graph would do. Do it outside the step, or remove what it adds: handle.remove()."
                 )
 
-    def _line(self, name: str) -> str:
-        return user_of({name, f"{name}_", "register_post_accumulate_grad_hook"}, self._codes)
+    def _line(self) -> str:
+        return user_of({"register_hook", "register_post_accumulate_grad_hook"}, self._codes)
 
     def restore(self) -> None:
         """All have the hooks that they had."""

@@ -139,8 +139,10 @@ def collect(found: Reachable) -> TrainState:
 
 
 def is_loose_parameter(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of no module and no optimizer has a gradient, or may get one. Frozen, it may still have one."""
-    return is_leaf(tensor) and (tensor.requires_grad or tensor.grad is not None)
+    """Whether a tensor of no module and no optimizer has a gradient, or may get one. Frozen, it may still have one, and
+    a parameter may be thawed."""
+    may_get_one = tensor.requires_grad or isinstance(tensor, nn.Parameter)
+    return is_leaf(tensor) and (may_get_one or tensor.grad is not None)
 
 
 def parallel_parameters(found: Reachable, state: TrainState) -> list[str]:

@@ -66,7 +66,7 @@ class GradMarkers:
         for name, param in params.values():
             if param._backward_hooks and id(param) not in unhooked:
                 param._backward_hooks = param._backward_hooks
-            if not (param.is_leaf and param.requires_grad):
+            if not param.is_leaf:  # one that is frozen now may take gradients later in the step
                 continue
             theirs = param._post_accumulate_grad_hooks
             saved.append((param, theirs))

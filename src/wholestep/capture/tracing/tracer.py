@@ -72,6 +72,8 @@ class _Recorded:
     """Symbols of host scalars, and their values at this call."""
     kept_graph: torch.Tensor | None
     """A result through whose graph a backward could still go."""
+    thawed: tuple[tuple[int, bool], ...]
+    """Slots of the state that take gradients at the end and did not (True), or the other way round (False)."""
     versions: list[int]
     """Inputs whose version counter the step sets, in the order of the graph's last results."""
 
@@ -272,7 +274,7 @@ class Tracer:
         varying.check()
         self._optimizers.write_replaced()
         check_places(self._reals, places, self._labels)
-        flags.check()
+        flags.check_hooks()
         traced = (torch.Tensor, torch.SymFloat, torch.SymInt, torch.SymBool)
         views = state_views(leaves, self._shown, self._state.index)
         leaves = [views.get(place, leaf) for place, leaf in enumerate(leaves)]
@@ -291,6 +293,7 @@ class Tracer:
                 results=[leaf if is_held else None for leaf, is_held in zip(leaves, held, strict=True)],
                 grads=list(new_grads), kept_grads=kept_grads,
                 new_state=[where for where, _ in created], versions=versions, kept_graph=_kept_graph(outputs),
+                thawed=flags.thawed(),
                 layouts=tensor_parallel.layouts(made, self._shown.values()),
                 numbers=host.symbols(), predicates=predicate_graph(host),
             )
@@ -305,6 +308,13 @@ class Tracer:
                 raise CaptureError(
                     f"The backward leaves a gradient on tensor {number} of the arguments, a {list(argument.shape)}, "
                     f"which is another tensor at every call. Take it with torch.autograd.grad and return it."
+                )
+        others = (slot for slot in self._state.slots if slot.kind not in (InputKind.PARAM, InputKind.GRAD))
+        for slot in others:
+            if is_leaf(slot.tensor) and slot.tensor.grad is not None:
+                raise CaptureError(
+                    f"The backward leaves a gradient on {slot.name}, which took none when the step began. Make it an "
+                    f"nn.Parameter, or take its gradient with torch.autograd.grad."
                 )
         for label, leaf in self._outside:
             if leaf.grad is not None:

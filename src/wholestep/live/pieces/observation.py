@@ -20,7 +20,17 @@ from wholestep.live.pieces.tensors import TensorTable
 from wholestep.live.recording.handle import Handle, execute
 from wholestep.live.recording.observer import Observer
 from wholestep.live.recording.path import BACKWARDS
-from wholestep.live.recording.record import VALUE, Key, Operand, OutputMeta, Record, Value, is_constant, name_of
+from wholestep.live.recording.record import (
+    SETS_REQUIRES_GRAD,
+    VALUE,
+    Key,
+    Operand,
+    OutputMeta,
+    Record,
+    Value,
+    is_constant,
+    name_of,
+)
 from wholestep.live.recording.snapshot import OptimizerSnapshot
 from wholestep.live.recording.structure import LEAF, Structure, flatten
 from wholestep.util.freed_graphs import freed_graphs
@@ -50,6 +60,8 @@ class Observation:
     """Tensors that are none of its arguments, on the memory of those, and in a graph since then."""
     changes_kind: bool
     """Whether an argument has another shape or type after it."""
+    frozen: list[tuple[torch.Tensor, bool]]
+    """Parameters that it has frozen or thawed, with what they had of ``requires_grad`` before."""
     written: list[torch.Tensor]
     """Arguments that it has written to."""
     writes_to: tuple[Operand, ...]
@@ -108,7 +120,11 @@ def observe(
         reads=observer.reads or not (_has_no_dict(structure) and all(_is_plain(one, leaves) for one in returned)),
         drawn=tuple(observer.drawn), is_pointwise=observer.is_pointwise and optimizer is None,
         joined=joined, joins=joins, brought=brought,
-        changes_kind=any(_kind(leaf) != kind and not _is_in(leaf, joined) for leaf, kind in kinds),
+        changes_kind=any(
+            _kind(leaf) != kind and not _is_in(leaf, joined) and not _is_frozen(function, leaf, kind)
+            for leaf, kind in kinds
+        ),
+        frozen=[(leaf, kind[-1]) for leaf, kind in kinds if _is_frozen(function, leaf, kind)],
         written=written, writes_to=writes_to,
         writes_grads=_writes_grads(function, results, grads) or tensors.is_gradient(written),
         frees=freed_graphs(tensors.alive()) if function in BACKWARDS else frozenset(),
@@ -154,6 +170,12 @@ def _has_joined(tensor: torch.Tensor, kind: Any) -> bool:
     return gradient_node(tensor) is not None and (*kind[:-1], kind[-1] is False) == _kind(tensor)
 
 
+def _is_frozen(function: Any, tensor: torch.Tensor, kind: Any) -> bool:
+    """Whether a call has frozen a parameter of this kind, or thawed it, and that is all."""
+    is_parameter = type(tensor) is nn.Parameter and is_leaf(tensor)
+    return function in SETS_REQUIRES_GRAD and is_parameter and _kind(tensor) == (*kind[:-1], not kind[-1])
+
+
 def _known_as(results: Sequence[Any], tensors: TensorTable, number: int) -> list[Value | None]:
     """The values that results were before: of earlier calls, or of this one where it gives a tensor twice."""
     found: list[Value | None] = []
@@ -193,7 +215,7 @@ def _writes_grads(function: Any, results: Sequence[Any], grads: Sequence[tuple[t
     """Whether a call has changed gradients of its arguments, or would, like ``zero_grad()`` where there were none."""
     if any(is_leaf(one) and _grad(one) != was for one, was in grads):
         return True
-    gives_nothing = function not in BACKWARDS and all(one is None for one in results)
+    gives_nothing = function not in (*BACKWARDS, *SETS_REQUIRES_GRAD) and all(one is None for one in results)
     return gives_nothing and any(one.requires_grad for one, _ in grads)
 
 

@@ -235,7 +235,8 @@ class PendingCalls(RecordedCalls, ABC):
         """A handle that this run will fulfil."""
 
     def _launched(self, spec: PieceSpec) -> list[torch.Tensor] | None:
-        results: list[torch.Tensor] | None = with_torch_functions(self._launch, (self, spec), {})
+        with self.tensors.flags.before(spec.span[0]):
+            results: list[torch.Tensor] | None = with_torch_functions(self._launch, (self, spec), {})
         return results
 
     def _fulfil(self, alive: dict[Value, torch.Tensor], results: list[torch.Tensor]) -> None:

@@ -44,9 +44,10 @@ class RecordedCalls:
 
     def path(self) -> Path:
         """What this run has shown, for later ones."""
-        tensors = self.tensors
+        tensors, described = self.tensors, self.tensors.described()
         return Path(
-            tuple(self.records), tensors.described(), list(tensors.numbers), set(self.reads), tensors.sources(),
+            tuple(self.records), described, list(tensors.numbers), set(self.reads), tensors.sources(),
+            [tensors.flags.kind_at_first(one) if isinstance(one, torch.Tensor) else None for one in described],
             {value for value, one in tensors.alive().items() if one.requires_grad},
             asked_grads(self.records, tensors.had_grad),
         )  # fmt: skip
@@ -57,13 +58,14 @@ class RecordedCalls:
         ddp.note_reduced(record.reduces)
 
     def replay_all(
-        self, numbers: Iterable[int], handles: dict[Value, torch.Tensor], results: dict[Value, torch.Tensor]
+        self, numbers: range, handles: dict[Value, torch.Tensor], results: dict[Value, torch.Tensor]
     ) -> None:
         """Executes records one by one, those of a block of autocast with the same casts."""
-        for block, group in groupby(numbers, lambda number: block_of(self.records[number].key.modes)):
-            with casts_kept(block):
-                for number in group:
-                    self.replay(number, handles, results)
+        with self.tensors.flags.before(numbers.start):
+            for block, group in groupby(numbers, lambda number: block_of(self.records[number].key.modes)):
+                with casts_kept(block):
+                    for number in group:
+                        self.replay(number, handles, results)
 
     def replay(self, number: int, handles: dict[Value, torch.Tensor], results: dict[Value, torch.Tensor]) -> None:
         record, result = self.records[number], self.act(number, results)

@@ -53,7 +53,7 @@ def plan_speculation(path: Path, started: int, position: int, tensors: TensorTab
         return "no loss.backward() that frees the graph came after it in the same call"
     late = next((record for record in path.records[position:end] if _cannot_wait(path, record, tensors)), None)
     if late is not None:
-        return f"{name_of(late.key.function)} comes first ({late.line}), which draws, writes or needs a number"
+        return f"{name_of(late.key.function)} comes first ({late.line}), which draws, writes, freezes or needs a number"
     if (differentiated := _differentiated_later(path, started, end)) is not None:
         return (
             f"{name_of(differentiated.key.function)} ({differentiated.line}) gives what a later backward goes through"
@@ -108,7 +108,7 @@ def _is_plain_backward(record: Record) -> bool:
 def _cannot_wait(path: Path, record: Record, tensors: TensorTable) -> bool:
     """Whether a record between the read and the backward needs what is not known yet, or does more than compute."""
     function = record.key.function
-    if record.drawn or record.writes or record.state_entries or function in BACKWARDS:
+    if record.drawn or record.writes or record.state_entries or record.freezes or function in BACKWARDS:
         return True
     if isinstance(function, OpaqueModule) and function.written:
         return True

@@ -18,6 +18,7 @@ from wholestep.capture.guards.fast_guards import have_gradients
 from wholestep.ir.dtensor.layouts import local_tensor
 from wholestep.ir.dtensor.shards import is_dtensor
 from wholestep.live.opaque.modules import OpaqueModule
+from wholestep.live.pieces.frozen import FlagChanges
 from wholestep.live.recording.fast_match import BLOCK, FastRecord
 from wholestep.live.recording.handle import Handle
 from wholestep.live.recording.path import Path
@@ -44,6 +45,7 @@ class TensorTable:
         self.had_grad: list[bool] = []
         """Of each tensor from outside, whether it had a gradient when a call first used it."""
         self.numbers: list[int | float] = []
+        self.flags = FlagChanges()
         self._arguments = [one for one in arguments if isinstance(one, torch.Tensor)]
         self._alive: list[torch.Tensor] = []
         """The tensors from outside themselves, so that their ids stay theirs."""
@@ -112,7 +114,7 @@ class TensorTable:
             known, source = path.externals[index], path.sources[index]
             if source is not None and source < len(self._arguments):
                 known = self._arguments[source]
-            if isinstance(known, Description) or id(known) in self._index or not path.takes_external(index, known):
+            if isinstance(known, Description) or id(known) in self._index or not self._is_taken(path, index, known):
                 self.forget_since(length)
                 return False
             self._external(known)
@@ -311,9 +313,12 @@ class TensorTable:
     def _is_new(self, path: Path, number: int, leaf: Any) -> bool:
         """Whether this is the tensor from outside with this number, which the run has not met before."""
         if type(path.externals[number]) is not Description:
-            return bool(path.is_state(number, leaf) and leaf.requires_grad)
+            return bool(leaf.requires_grad and self._is_taken(path, number, leaf))
         is_data = type(leaf) is torch.Tensor and gradient_node(leaf) is None and leaf.layout is torch.strided
-        return is_data and self.value_of(leaf) is None and path.takes_external(number, leaf)
+        return is_data and self.value_of(leaf) is None and self._is_taken(path, number, leaf)
+
+    def _is_taken(self, path: Path, number: int, tensor: torch.Tensor) -> bool:
+        return path.takes_external(number, tensor, self.flags.kind_at_first(tensor))
 
     def _is_block(self, numbers: tuple[int, ...], leaves: Sequence[Any]) -> bool:
         """Whether tensors are those from outside with these numbers, which this run has met before."""
@@ -342,7 +347,7 @@ class TensorTable:
         if operand.kind == EXTERNAL:
             index = operand.key
             had = self.had_grad[index]
-            return path.takes_external(index, self.externals[index]) and path.had_grad.get(index, had) is had
+            return self._is_taken(path, index, self.externals[index]) and path.had_grad.get(index, had) is had
         return operand.kind != NUMBER or path.takes_number(operand.key, self.numbers[operand.key])
 
     def on_memory_of(self, tensors: Sequence[torch.Tensor]) -> tuple[Operand, ...]:
@@ -392,8 +397,3 @@ def _storage(tensor: torch.Tensor) -> int:
     """What tells memory apart: where it begins, as DLPack gives it another storage. A DTensor is where its part is."""
     storage = local_tensor(tensor).untyped_storage()
     return int(storage.data_ptr() or storage._cdata)
-
-
-def inputs_of(table: TensorTable, earlier: Sequence[Value], externals: Sequence[int]) -> list[torch.Tensor]:
-    """The tensors that a piece is called with. What is no state has been used before it runs."""
-    return [*map(table.tensor_of, earlier), *(table.externals[index] for index in externals)]

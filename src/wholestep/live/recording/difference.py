@@ -8,13 +8,26 @@ from typing import Any
 import torch
 
 from wholestep.live.recording.path import Path
-from wholestep.live.recording.record import CONSTANT, EXTERNAL, NUMBER, VALUE, Description, Key, Operand, name_of
+from wholestep.live.recording.record import (
+    CONSTANT,
+    EXTERNAL,
+    NUMBER,
+    VALUE,
+    Description,
+    Key,
+    Operand,
+    StateKind,
+    name_of,
+)
 
 
-def difference(key: Key, number: int, path: Path, externals: Sequence[torch.Tensor], numbers: Sequence[float]) -> str:
+def difference(
+    key: Key, number: int, path: Path, externals: Sequence[tuple[torch.Tensor, StateKind]], numbers: Sequence[float]
+) -> str:
     """What the call with this key, the record `number` of a run, is otherwise than on a path that fitted until then.
 
-    `externals` and `numbers` are the tensors from outside and the numbers of the run, those of the call among them.
+    `externals` and `numbers` are the tensors from outside, as they are and as they were when the run began, and the
+    numbers of the run, those of the call among them.
     """
     name = name_of(key.function)
     if number >= len(path.records):
@@ -29,8 +42,9 @@ def difference(key: Key, number: int, path: Path, externals: Sequence[torch.Tens
     for place, (was, now) in enumerate(zip(known.operands, key.operands, strict=True), 1):
         if was != now:
             return f"argument {place} of {name} was {_shown(was, path)}, is {_shown(now, path)}"
-        if now.kind == EXTERNAL and not path.takes_external(now.key, externals[now.key]):
-            return f"argument {place} of {name} was {_tensor(path.externals[now.key])}, is {_other(externals[now.key])}"
+        if now.kind == EXTERNAL and not path.takes_external(now.key, *externals[now.key]):
+            was_given, is_given = path.externals[now.key], externals[now.key][0]
+            return f"argument {place} of {name} was {_tensor(was_given)}, is {_other(is_given)}"
         if now.kind == NUMBER and not path.takes_number(now.key, numbers[now.key]):
             return f"argument {place} of {name} was {path.numbers[now.key]!r}, is {numbers[now.key]!r}"
     return f"{name} is a call that no earlier run made here"

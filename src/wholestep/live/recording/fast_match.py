@@ -63,7 +63,7 @@ def _fast_record(record: Record, acting: tuple[Any, ...]) -> FastRecord | None:
     output = record.outputs[0]
     steps = [one.key for one in operands if isinstance(one.key, Optimizer)]
     gives_another = output is not None and (output.alias, output.becomes) != (None, None)
-    if gives_another or record.joins or record.brings or len(steps) > 1:
+    if gives_another or record.freezes or record.joins or record.brings or len(steps) > 1:
         return None
     function: Any = record.key.function
     module = function.module if record.num_externals else None

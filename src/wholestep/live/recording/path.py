@@ -58,6 +58,8 @@ class Path:
     reads: set[Read]
     sources: list[int | None]
     """Which tensor among the arguments of the step each one from outside is; None if it is none."""
+    kinds: list[StateKind | None]
+    """Of the tensors from outside that are state: what else than their numbers decided what calls gave, at first."""
     alive: set[Value] = field(default_factory=set)
     """Values with a graph that somebody held after a call of the step."""
     had_grad: dict[int, bool] = field(default_factory=dict)
@@ -69,8 +71,6 @@ class Path:
     """By record its `AllSizes`, None where there are none; see `live/pieces/shape_inference.py`."""
     seen_outputs: dict[Any, Record | str] = field(init=False, default_factory=dict)
     """Such records for sizes that were met, or why there is none; see `live/pieces/shape_inference.py`."""
-    kinds: list[StateKind | None] = field(init=False)
-    """Of the tensors from outside that are state: what else than their numbers decides what calls give."""
     freed: list[set[Value]] = field(init=False)
     """By number of records: the values whose graph a backward among them was seen to free, and what was computed of
     those."""
@@ -82,7 +82,6 @@ class Path:
     def __post_init__(self) -> None:
         self.freed = _freed(self.records)
         self._note_records()
-        self.kinds = [StateKind.of(one) if isinstance(one, torch.Tensor) else None for one in self.externals]
 
     def _note_records(self) -> None:
         self.fast_records = fast_records(self.records, BACKWARDS)
@@ -126,16 +125,12 @@ class Path:
         ]
         return changed
 
-    def takes_external(self, index: int, tensor: torch.Tensor) -> bool:
-        """Whether a tensor may be the one from outside with this number."""
+    def takes_external(self, index: int, tensor: torch.Tensor, kind: StateKind) -> bool:
+        """Whether a tensor that was of a kind when the call began may be the one from outside with this number."""
         known = self.externals[index]
         if type(known) is Description:
             return known.takes(Description.of(tensor))
-        return self.is_state(index, tensor)
-
-    def is_state(self, index: int, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is the one from outside with this number, and of the kind that it was."""
-        return self.externals[index] is tensor and self.kinds[index] == StateKind.of(tensor)
+        return known is tensor and self.kinds[index] == kind
 
     def read_at(self, position: int, function: Any) -> Read | None:
         """Where Python asked for a value with this function, after that many records; None if it did not."""

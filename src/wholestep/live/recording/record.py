@@ -33,6 +33,9 @@ class Operand(NamedTuple):
 
 VALUE, EXTERNAL, NUMBER, CONSTANT = "value", "external", "number", "constant"
 
+_ATTRIBUTES: Any = torch.Tensor
+SETS_REQUIRES_GRAD = (torch.Tensor.requires_grad_, _ATTRIBUTES.requires_grad.__set__)
+
 _CONSTANTS = (
     types.NoneType, bool, int, complex, str, bytes, types.EllipsisType, torch.dtype, torch.device, torch.layout,
     torch.memory_format, torch.Generator, enum.Enum, Optimizer, dist.ProcessGroup,
@@ -187,6 +190,11 @@ class Record:
         """This one, which may also do what an equal call was seen to do: drop out nothing at first, and some later."""
         drawn = tuple(dict.fromkeys((*self.drawn, *other.drawn)))
         return self if drawn == self.drawn else replace(self, drawn=drawn)
+
+    @property
+    def freezes(self) -> bool:
+        """Whether it sets what a tensor from outside has of ``requires_grad``, which Python may look at."""
+        return self.key.function in SETS_REQUIRES_GRAD and self.operands[0].kind == EXTERNAL
 
     @property
     def only_views(self) -> bool:
