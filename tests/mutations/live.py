@@ -662,7 +662,7 @@ LIVE_MUTATIONS = (
         name="frozen_tensors_keep_gradients",
         what="a loose tensor that was frozen keeps a gradient that the step clears",
         file="capture/reach/train_state.py",
-        old="    return is_leaf(tensor) and (tensor.requires_grad or tensor.grad is not None)",
+        old="    return is_leaf(tensor) and (may_get_one or tensor.grad is not None)",
         new="    return tensor.is_leaf and tensor.requires_grad",
         tests=(
             "tests/unit/capture/reach/test_train_state.py::"
@@ -686,11 +686,35 @@ LIVE_MUTATIONS = (
         tests=(f"{FORWARD}::test_a_value_that_is_written_to_behind_a_read_is_written_where_it_is_held[view]",),
     ),
     Mutation(
+        name="pieces_run_with_later_flags",
+        what="what was recorded before a parameter was frozen runs as if it had been frozen then",
+        file="live/pieces/pending_calls.py",
+        old="        with self.tensors.flags.before(spec.span[0]):",
+        new="        with self.tensors.flags.before(len(self.records)):",
+        tests=(f"{LATE}::test_what_is_frozen_in_turn_is_so_in_a_graph",),
+    ),
+    Mutation(
+        name="flags_set_late",
+        what="a parameter that a recorded call freezes takes gradients until its piece has run",
+        file="live/run.py",
+        old="        if record.freezes:",
+        new="        if False:",
+        tests=(f"{LATE}::test_what_moves_in_one_place",),
+    ),
+    Mutation(
+        name="replayed_with_later_flags",
+        what="recorded calls that are executed one by one run with the flags of the end",
+        file="live/pieces/recorded_calls.py",
+        old="        with self.tensors.flags.before(numbers.start):",
+        new="        if True:",
+        tests=(f"{LATE}::test_what_moves_in_one_place", f"{LATE}::test_what_is_frozen_in_turn_is_replayed"),
+    ),
+    Mutation(
         name="kinds_of_state_not_looked_at",
         what="a parameter that was frozen, or has another shape, is taken for what it was",
         file="live/recording/path.py",
-        old="        return self.externals[index] is tensor and self.kinds[index] == StateKind.of(tensor)",
-        new="        return self.externals[index] is tensor",
+        old="        return known is tensor and self.kinds[index] == kind",
+        new="        return known is tensor",
         tests=(
             f"{GRAPHS}::test_a_parameter_that_is_frozen_between_calls_has_no_gradient_to_give",
             f"{GRAPHS}::test_a_parameter_of_another_shape_is_another_way",

@@ -55,7 +55,9 @@ class Training:
 
     def state(self) -> Any:
         """All that a step may leave."""
-        return [self.model.state_dict(), self.opt.state_dict(), self.notes, [p.grad for p in self.model.parameters()]]
+        params = list(self.model.parameters())
+        kinds = [(p.grad, p.requires_grad) for p in params]
+        return [self.model.state_dict(), self.opt.state_dict(), self.notes, kinds]
 
 
 Step = Callable[..., Any]

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.unit.live.both import AsAGraph, Compiled, Step, Training, train_both, train_by_stages
+from tests.unit.live.both import CALLS, AsAGraph, Compiled, Step, Training, train_both, train_by_stages
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
@@ -121,6 +121,50 @@ def test_what_moves_in_one_place(move: Callable[[Training], None], place: str, o
 @given(st.lists(st.sampled_from(MOVES), min_size=4, max_size=4), st.sampled_from(sorted(OPTIMIZERS)))
 def test_what_moves_in_every_place(moves: list[Callable[[Training], None]], optimizer: str) -> None:
     train_both(moved(dict(zip(PLACES, moves, strict=True))), training=lambda: Training(OPTIMIZERS[optimizer]), calls=5)
+
+
+def in_turn(training: Training, changed: Callable[[Tensor], Tensor] = lambda loss: loss) -> Step:
+    """The first layer and the rest: these are frozen while that one trains, and until the next call."""
+    first, rest = training.model.first, [training.model.norm, training.model.last]
+
+    def step(x: Tensor) -> Tensor:
+        hidden = first(x)
+        for one in rest:
+            one.requires_grad_(True)
+        training.update(training.model.last(hidden.detach().relu()).square().mean())
+        for one in rest:
+            one.requires_grad_(False)
+        loss = training.update(changed(training.model.last(hidden.relu()).exp().mean()))
+        training.notes.append(loss.item())
+        return loss.detach()
+
+    return step
+
+
+def test_what_is_frozen_in_turn_is_one_piece() -> None:
+    live = train_both(in_turn)
+    lengths = [one.spec.span[1] - one.spec.span[0] for one in live.pieces]
+    assert [one.launches for one in live.pieces] == [CALLS - 2] * 2
+    assert lengths[0] > 20 and lengths[1] == 1, "all but the copy of the loss, after it was read"
+
+
+def test_what_is_frozen_in_turn_is_replayed() -> None:
+    """A call that goes another way runs what is recorded one by one."""
+
+    def make(training: Training) -> Step:
+        losses: list[None] = []
+
+        def doubled_once(loss: Tensor) -> Tensor:
+            losses.append(None)
+            return loss * 2 if len(losses) == 4 else loss
+
+        return in_turn(training, doubled_once)
+
+    train_both(make)
+
+
+def test_what_is_frozen_in_turn_is_so_in_a_graph() -> None:
+    train_by_stages(in_turn, calls=6)
 
 
 @pytest.mark.parametrize("move", [flips_training, moves_dropout, moves_temperature, moves_rate, freezes])

@@ -292,10 +292,9 @@ class Tracer:
                 result_spec=spec,
                 results=[leaf if is_held else None for leaf, is_held in zip(leaves, held, strict=True)],
                 grads=list(new_grads), kept_grads=kept_grads,
-                new_state=[where for where, _ in created], versions=versions, kept_graph=_kept_graph(outputs),
-                thawed=flags.thawed(),
+                new_state=[where for where, _ in created], versions=versions, thawed=flags.thawed(),
                 layouts=tensor_parallel.layouts(made, self._shown.values()),
-                numbers=host.symbols(), predicates=predicate_graph(host),
+                numbers=host.symbols(), predicates=predicate_graph(host), kept_graph=_kept_graph(outputs),
             )
         )  # fmt: skip
         self._recorders.host = None
