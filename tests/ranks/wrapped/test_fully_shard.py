@@ -130,6 +130,45 @@ def test_micro_batches_without_sync_are_reduced_once(pool2: Any) -> None:
         assert scatters == 1
 
 
+def clears_in_place(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
+    loss = nn.functional.cross_entropy(model(x).float(), y)
+    loss.backward()
+    opt.step()
+    opt.zero_grad(set_to_none=False)
+    return loss.detach()
+
+
+def adds_up_gradients(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
+    """With an operator that no rule computes on parts."""
+    opt.zero_grad()
+    loss = nn.functional.cross_entropy(model(x).float(), y)
+    loss.backward()
+    for param in model.parameters():
+        if param.dim() == 2:
+            param.grad = param.grad.cumsum(1)
+    opt.step()
+    return loss.detach()
+
+
+def gradients_left(step: Any) -> list[str]:
+    """With an eager call after compiled ones, which adds to what they have left. Gives the fallbacks."""
+    eager, ours, compiled = sharded(), sharded(), ws.compile(step, fullgraph=True)
+    for number, (x, y) in enumerate(batches(4)):
+        given = (step if number == 2 else compiled)(*ours, x, y)
+        assert torch.equal(step(*eager, x, y), given), number
+        for one, other in zip(eager[0].parameters(), ours[0].parameters(), strict=True):
+            assert isinstance(other.grad, DTensor)
+            assert torch.equal(one.grad.to_local(), other.grad.to_local())
+    program = compiled.program()
+    return [one.operator for one in program.fallbacks]
+
+
+@pytest.mark.parametrize(("step", "fallbacks"), [(clears_in_place, []), (adds_up_gradients, ["aten.cumsum.default"])])
+def test_gradients_that_a_step_leaves_are_shards(pool2: Any, step: Any, fallbacks: list[str]) -> None:
+    """Whatever has computed them. They were whole, on parameters that are shards."""
+    assert pool2.run(gradients_left, step) == [fallbacks, fallbacks]
+
+
 def plans(settings: dict[str, Any], axes: tuple[int, int] | None) -> tuple[str, str]:
     names = ("dp_replicate", "dp_shard")
     mesh = init_device_mesh("cpu", axes, mesh_dim_names=names) if axes is not None else ws.init().mesh
