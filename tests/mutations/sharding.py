@@ -22,6 +22,9 @@ POOL = "tests/unit/lower/cudagraph/test_graph_pool.py"
 
 SHOWN = "tests/ranks/wrapped/test_shown_shards.py::test_it_does_what_eager_code_does"
 
+FULLY = "tests/ranks/wrapped/test_fully_shard.py"
+GATHERED = f"{FULLY}::test_parameters_that_are_gathered_outside_of_a_forward"
+
 SHARDING_MUTATIONS = (
     Mutation(
         name="gloo_reduces_one_by_one",
@@ -67,9 +70,25 @@ SHARDING_MUTATIONS = (
         name="forwards_have_shards",
         what="in a forward of its module a parameter is no DTensor",
         file="capture/wrappers/shown_shards.py",
-        old="        self._gathered.add(id(group))",
+        old="        self._gathered[id(group)] = group",
         new="        pass",
         tests=(f"{SHOWN}[asks_in_a_forward-True]",),
+    ),
+    Mutation(
+        name="unshard_is_torchs",
+        what="a trace gathers nothing by `unshard`",
+        file="capture/wrappers/fully_shard_hooks.py",
+        old='            (FSDPParamGroup, "unshard", unshard),\n',
+        new="",
+        tests=(f"{GATHERED}[gathers_ahead-again]",),
+    ),
+    Mutation(
+        name="gradients_left_whole",
+        what="a gradient that a fallback has computed is left as a shard",
+        file="place/sharded_placer.py",
+        old="        return self._cut_gradient(output, whole) if is_grad else whole",
+        new="        return whole",
+        tests=(f"{FULLY}::test_gradients_that_a_step_leaves_are_shards",),
     ),
     Mutation(
         name="shards_share_no_memory",

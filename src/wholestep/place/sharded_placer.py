@@ -236,10 +236,21 @@ class ShardedPlacer(Placer):
             if isinstance(value, fx.Node):
                 self._labels.setdefault(value, self.program.inputs[output.target].name)
             return self.whole(value, "end") if spec is None else self.own_shard(self._unless_cut_so(value, spec), spec)
-        keeps_part = output.kind is OutputKind.STATE or (output.kind is OutputKind.GRAD and self._shard_grads)
-        if keeps_part and isinstance(self.layout(value), ShardSpec):
+        is_grad = output.kind is OutputKind.GRAD and self._shard_grads
+        if (is_grad or output.kind is OutputKind.STATE) and isinstance(self.layout(value), ShardSpec):
             return value
-        return self.whole(value, "end")
+        whole = self.whole(value, "end")
+        return self._cut_gradient(output, whole) if is_grad else whole
+
+    def _cut_gradient(self, output: Output, whole: fx.Node) -> fx.Node:
+        """This rank's part of a gradient that a fallback has made whole, in memory of its own."""
+        assert output.target is not None  # by the spec of a GRAD
+        spec = self.param_specs.get(self.program.inputs[output.target].name)
+        if spec is None or node_meta.tensor(whole).layout is not torch.strided:
+            return whole
+        made = self.emit(_aten.clone.default, self.own_shard(whole, spec), like=whole)
+        self.layouts[made] = spec
+        return made
 
     def _unless_cut_so(self, value: Any, spec: ShardSpec) -> Any:
         return value if self.layout(value) == spec else self.whole(value, "end")

@@ -22,7 +22,8 @@ _aten = torch.ops.aten
 _BY_NUMBER = frozenset({
     _aten.clone.default, _aten.detach.default, _aten.alias.default, _aten._to_copy.default, _aten.lerp.Scalar,
     _aten.lerp.Tensor, _aten.addcdiv.default, _aten.addcmul.default, _aten.zeros_like.default, _aten.empty_like.default,
-    _aten.ones_like.default, _aten.full_like.default, _aten.lift_fresh_copy.default,
+    _aten.ones_like.default, _aten.full_like.default, _aten.lift_fresh_copy.default, _aten.zero.default,
+    _aten.fill.Scalar, _aten.fill.Tensor, _aten.masked_fill.Tensor,
 })  # fmt: skip
 """Operators that take tensors number by number and do not say so by torch's tag."""
 _SAME = frozenset({_aten.detach.default, _aten.alias.default})

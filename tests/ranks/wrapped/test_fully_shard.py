@@ -130,6 +130,107 @@ def test_micro_batches_without_sync_are_reduced_once(pool2: Any) -> None:
         assert scatters == 1
 
 
+def clears_in_place(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
+    loss = nn.functional.cross_entropy(model(x).float(), y)
+    loss.backward()
+    opt.step()
+    opt.zero_grad(set_to_none=False)
+    return loss.detach()
+
+
+def adds_up_gradients(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
+    """With an operator that no rule computes on parts."""
+    opt.zero_grad()
+    loss = nn.functional.cross_entropy(model(x).float(), y)
+    loss.backward()
+    for param in model.parameters():
+        if param.dim() == 2:
+            param.grad = param.grad.cumsum(1)
+    opt.step()
+    return loss.detach()
+
+
+def gradients_left(step: Any) -> list[str]:
+    """With an eager call after compiled ones, which adds to what they have left. Gives the fallbacks."""
+    eager, ours, compiled = sharded(), sharded(), ws.compile(step, fullgraph=True)
+    for number, (x, y) in enumerate(batches(4)):
+        given = (step if number == 2 else compiled)(*ours, x, y)
+        assert torch.equal(step(*eager, x, y), given), number
+        for one, other in zip(eager[0].parameters(), ours[0].parameters(), strict=True):
+            assert isinstance(other.grad, DTensor)
+            assert torch.equal(one.grad.to_local(), other.grad.to_local())
+    program = compiled.program()
+    return [one.operator for one in program.fallbacks]
+
+
+@pytest.mark.parametrize(("step", "fallbacks"), [(clears_in_place, []), (adds_up_gradients, ["aten.cumsum.default"])])
+def test_gradients_that_a_step_leaves_are_shards(pool2: Any, step: Any, fallbacks: list[str]) -> None:
+    """Whatever has computed them. They were whole, on parameters that are shards."""
+    assert pool2.run(gradients_left, step) == [fallbacks, fallbacks]
+
+
+class Trunk(nn.Sequential):
+    """Its last layer is used outside of its forward, as losses that are computed by parts use it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in list(self)[:3]:
+            x = block(x)
+        return x
+
+
+def gathers_ahead(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
+    model.unshard()
+    handles = [block.unshard(async_op=True) for block in list(model)[:3]]
+    handles[0].wait()
+    return train(model, opt, x, y)
+
+
+def gathers_for_an_evaluation(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
+    train(model, opt, x, y)
+    model.unshard()
+    with torch.no_grad():
+        out = model(x[:2])
+    model.reshard()
+    return torch.as_tensor(out)
+
+
+def hidden_loss(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
+    """With the weight of the last layer, which torch keeps gathered in the type of the policy."""
+    opt.zero_grad()
+    hidden, last = model(x), model[3]
+    parts = [nn.functional.linear(part, last.weight, last.bias).float() for part in hidden.chunk(2)]
+    losses = [nn.functional.cross_entropy(part, own) for part, own in zip(parts, y.chunk(2), strict=True)]
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    opt.step()
+    return loss.detach()
+
+
+def of_a_trunk(settings: dict[str, Any]) -> tuple[Any, torch.optim.Optimizer]:
+    model: Any = Trunk(*net())
+    for block in list(model)[:3]:
+        fully_shard(block, **settings)
+    fully_shard(model, **settings)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def gathered_by_hand(step: Any, settings: dict[str, Any]) -> None:
+    """The first call of all is a compiled one."""
+    make = of_a_trunk if step is hidden_loss else lambda given: sharded(**given)
+    (eager, opt), (model, own), compiled = make(settings), make(settings), ws.compile(step, fullgraph=True)
+    for x, y in batches():
+        assert torch.equal(compiled(model, own, x, y), step(eager, opt, x, y))
+    for one, other in zip(whole(eager), whole(model), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("step", [gathers_ahead, gathers_for_an_evaluation, hidden_loss])
+def test_parameters_that_are_gathered_outside_of_a_forward(pool2: Any, step: Any, name: str) -> None:
+    """By `unshard`, which torch carried out in a trace: NaN from the first call on. Or as torch leaves them."""
+    pool2.run(gathered_by_hand, step, SETTINGS[name])
+
+
 def plans(settings: dict[str, Any], axes: tuple[int, int] | None) -> tuple[str, str]:
     names = ("dp_replicate", "dp_shard")
     mesh = init_device_mesh("cpu", axes, mesh_dim_names=names) if axes is not None else ws.init().mesh

@@ -29,6 +29,13 @@ def is_fully_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
+def groups_of(module: FSDPModule) -> list[Any]:
+    """The groups in which torch gathers the parameters of this very module."""
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12; before, one or none
+    return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group]
+
+
 def state_text(thing: Any) -> str | None:
     """What a trace sees of the object in which torch keeps how a module is sharded; None for any other object.
 
@@ -62,30 +69,46 @@ def lies_in_state(path: str) -> bool:
 class Gathered(Protocol):
     """Is told when torch would gather the parameters of a group, and when it would drop them."""
 
-    def forward_begins(self, group: FSDPParamGroup) -> None: ...
+    def gathers(self, group: FSDPParamGroup) -> None: ...
 
-    def forward_ends(self, group: FSDPParamGroup) -> None: ...
+    def drops(self, group: FSDPParamGroup) -> None: ...
 
 
 @contextmanager
 def silent_hooks(gathered: Gathered) -> Iterator[None]:
-    """While open, a forward and a backward of a module of ``fully_shard`` communicate nothing and move no parameter."""
+    """While open, a forward and a backward of a module of ``fully_shard`` communicate nothing and move no parameter.
+
+    So do `unshard` and `reshard` of its owner: torch's own would fill its memory with what a trace computes.
+    """
+    used: list[FSDPParamGroup] = []
+    roots = _Roots()
+
+    def unshard(group: FSDPParamGroup, async_op: bool = False) -> None:
+        gathered.gathers(group)
+        used.append(group)
+        _cast_parameters(group)
+
+    def reshard(group: FSDPParamGroup) -> None:
+        put_parameters_back(group)
+        gathered.drops(group)
 
     def pre_forward(group: FSDPParamGroup, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        gathered.forward_begins(group)
-        _cast_parameters(group)
+        unshard(group)
         return args, kwargs
 
     def post_forward(group: FSDPParamGroup, module: Any, args: Any, output: Any) -> Any:
-        _put_parameters_back(group)
-        gathered.forward_ends(group)
+        keeps = not group._reshard_after_forward or id(group) in roots.keep
+        if not keeps or is_of_strategy(module):
+            reshard(group)
         return output
 
     with ExitStack() as stack:
         begun = stack.enter_context(_forwards_ended())
+        stack.callback(lambda: [*map(put_parameters_back, used)])
 
         def begin(state: FSDPState, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
             begun.append(state)
+            roots.note(state, module)
             return args, kwargs
 
         for owner, name, replacement in (
@@ -93,10 +116,30 @@ def silent_hooks(gathered: Gathered) -> Iterator[None]:
             (FSDPState, "_register_pre_backward_hook", lambda state, output: output),
             (FSDPParamGroup, "pre_forward", pre_forward),
             (FSDPParamGroup, "post_forward", post_forward),
+            (FSDPParamGroup, "unshard", unshard),
+            (FSDPParamGroup, "reshard", reshard),
             (FSDPParamGroup, "_prefetch_unshard", staticmethod(lambda *_: None)),
         ):
             stack.enter_context(patch.object(owner, name, replacement))
         yield
+
+
+class _Roots:
+    """Outermost modules whose first forward runs in a trace. In eager code torch notes then that they keep what they
+    gather, unless their owner has said otherwise."""
+
+    def __init__(self) -> None:
+        self.keep: set[int] = set()
+        """ids of the groups of their own parameters."""
+        self._seen: set[int] = set()
+
+    def note(self, state: Any, module: FSDPModule) -> None:
+        """The forward of a module begins."""
+        if state._is_root is not None or id(module) in self._seen:
+            return
+        self._seen |= {id(one) for one in state._modules[0].modules()}
+        if state._auto_reshard_after_forward:
+            self.keep |= {id(group) for group in groups_of(module)}
 
 
 @contextmanager
@@ -292,7 +335,8 @@ def _cast_parameters(group: FSDPParamGroup) -> None:
                 _put(one, one.sharded_param.to(dtype))
 
 
-def _put_parameters_back(group: FSDPParamGroup) -> None:
+def put_parameters_back(group: FSDPParamGroup) -> None:
+    """Has its modules read what they read before a forward."""
     if group.mp_policy.param_dtype is not None:
         for one in group.fsdp_params:
             _put(one, one.sharded_param)

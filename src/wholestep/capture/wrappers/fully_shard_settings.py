@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import Replicate
 
-from wholestep.capture.wrappers.fully_shard_hooks import is_of_strategy
+from wholestep.capture.wrappers.fully_shard_hooks import groups_of, is_of_strategy
 from wholestep.errors import CaptureError, ConfigError
 
 
@@ -77,7 +77,7 @@ def kept_gathered(modules: Iterable[FSDPModule]) -> dict[int, torch.Tensor | Non
 
     None where it is not gathered now, since another forward than torch's has run.
     """
-    groups = [one for one in chain.from_iterable(map(_groups_of, modules)) if one.post_forward_mesh_info is None]
+    groups = [one for one in chain.from_iterable(map(groups_of, modules)) if one.post_forward_mesh_info is None]
     pairs = ((group, one) for group in groups for one in group.fsdp_params)
     return {id(one.sharded_param): one._unsharded_param if group.is_unsharded else None for group, one in pairs}
 
@@ -90,7 +90,7 @@ def sharded_by_user(roots: Iterable[nn.Module]) -> frozenset[int]:
 def groups_of_user(roots: Iterable[nn.Module]) -> list[Any]:
     """The groups of parameters of those modules."""
     modules = (module for module in sharded_modules(roots) if not is_of_strategy(module))
-    return [group for module in modules for group in _groups_of(module)]
+    return [group for module in modules for group in groups_of(module)]
 
 
 def waits_for_more(root: nn.Module) -> bool:
@@ -104,7 +104,7 @@ def settle(modules: Iterable[FSDPModule]) -> None:
     """
     for module in modules:
         module.reshard()
-        for group in _groups_of(module):
+        for group in groups_of(module):
             if vars(group).get(_ACCUMULATES):
                 setattr(group, _ACCUMULATES, False)
                 _reduce_accumulated(group)
@@ -150,7 +150,7 @@ def gather_once(roots: Iterable[nn.Module]) -> list[FSDPModule]:
     """
     modules = sharded_modules(roots)
     for module in modules:
-        groups = _groups_of(module)
+        groups = groups_of(module)
         is_made = all(hasattr(one, "_unsharded_param") for group in groups for one in group.fsdp_params)
         if not is_made and all(map(_has_one_dtype, groups)):
             module.unshard()
@@ -177,7 +177,7 @@ def watched(name: str, module: nn.Module, *, is_root: bool) -> Iterator[tuple[di
             f"wholestep.compile(strategy=wholestep.FSDP())."
         )
     if isinstance(module, FSDPModule):
-        for group in _groups_of(module):
+        for group in groups_of(module):
             yield vars(group), _SETTINGS if is_root else (*_SETTINGS, _RESHARD)
 
 
@@ -189,13 +189,7 @@ def settings_of(name: str, root: nn.Module) -> list[FullyShardSettings]:
 def _groups(root: nn.Module) -> Iterator[tuple[str, Any]]:
     for fqn, module in root.named_modules():
         if isinstance(module, FSDPModule):
-            yield from ((fqn, group) for group in _groups_of(module))
-
-
-def _groups_of(module: FSDPModule) -> list[Any]:
-    state: Any = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12; before, one or none
-    return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group]
+            yield from ((fqn, group) for group in groups_of(module))
 
 
 def _settings(name: str, group: Any) -> FullyShardSettings:

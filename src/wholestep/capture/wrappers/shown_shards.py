@@ -28,6 +28,7 @@ from wholestep.capture.python.code_owner import Owner, owner_of_file
 from wholestep.capture.python.tracing_thread import on_this_thread
 from wholestep.capture.python.user_frame import current_line
 from wholestep.capture.scalars.symbol_views import asks_outside_torch, class_shown, plain_class
+from wholestep.capture.wrappers.fully_shard_hooks import put_parameters_back
 from wholestep.capture.wrappers.fully_shard_settings import groups_of_user
 from wholestep.errors import CaptureError
 
@@ -43,23 +44,24 @@ class ShownShards:
         self._group = {id(one.sharded_param): group for group in groups_of_user(roots) for one in group.fsdp_params}
         self._gradients: dict[int, torch.Tensor] = {}
         """Those that the trace has seen, by id."""
-        self._gathered: set[int] = set()
-        """ids of the groups whose parameters are plain now."""
+        self._gathered: dict[int, Any] = {}
+        """The groups whose parameters are plain now, by id."""
 
     def __bool__(self) -> bool:
         return bool(self._group)
 
-    def forward_begins(self, group: Any) -> None:
+    def gathers(self, group: Any) -> None:
         """The parameters of a group of ``fully_shard`` are gathered."""
-        self._gathered.add(id(group))
+        self._gathered[id(group)] = group
 
-    def forward_ends(self, group: Any) -> None:
-        """They are dropped, if the group does that after its forward."""
-        if group._reshard_after_forward:
-            self._gathered.discard(id(group))
+    def drops(self, group: Any) -> None:
+        """They are dropped."""
+        self._gathered.pop(id(group), None)
 
     def backward_ends(self) -> None:
         """All are dropped."""
+        for group in self._gathered.values():
+            put_parameters_back(group)
         self._gathered.clear()
 
     def note_gradient(self, param: torch.Tensor) -> None:
