@@ -78,6 +78,9 @@ DOORS: dict[str, dict[str, str]] = {
         "torch.nn.Module._apply": "what every move and conversion of a module goes through"
     },
     "capture/effects/c_functions.py": {"torch._C": "the module whose functions ask and set switches, told from others"},
+    "capture/functionalize/constants.py": {
+        "torch.fx.experimental.proxy_tensor": "up to which size make_fx knows the value of a constant"
+    },
     "capture/functionalize/data_assignment.py": {
         "torch.fx.experimental.proxy_tensor": "the node that a tensor stands for after an assignment"
     },

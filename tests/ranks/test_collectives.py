@@ -137,6 +137,26 @@ def test_a_metric_reduced_in_a_data_parallel_step_stays_out_of_the_buckets(pool2
     assert "members: " in first, "gradients are in buckets; the metric is in none"
 
 
+def rows_of_all(x: Tensor, y: Tensor) -> Tensor:
+    """A loss over the rows of all ranks: what each counts is a constant while tracing, their sum is none."""
+    rows = torch.tensor([float(len(x))])
+    dist.all_reduce(rows)
+    return (x - y).square().sum() / rows.item() + len(x)
+
+
+def counted() -> str:
+    compiled = ws.compile(rows_of_all, backend="eager", fullgraph=True)
+    for call, rows in enumerate([(4, 4), (4, 5), (6, 5), (6, 7)]):  # a rank that traces alone must send nothing
+        given = tensors(call, rows[dist.get_rank()])
+        assert torch.equal(compiled(*given), rows_of_all(*given))
+    return compiled.plan
+
+
+def test_a_constant_that_has_travelled_is_none(pool2: Any) -> None:
+    for plan in pool2.run(counted):
+        assert "all_reduce" in plan
+
+
 # ---- ranks that do not fit together ------------------------------------------------------------------------------
 
 

@@ -89,9 +89,47 @@ def logs_the_largest(t: Training, x: Tensor, y: Tensor) -> None:
     t.log.append(largest.item())
 
 
+def waits_for_the_rank_that_logs(t: Training, x: Tensor, y: Tensor) -> None:
+    loss = t.loss(x, y)
+    t.update(loss)
+    if dist.get_rank() == 0:
+        t.log.append(loss.item())
+    dist.barrier()
+
+
+def sends_a_flag_after_one_rank_has_looked(t: Training, x: Tensor, y: Tensor) -> None:
+    loss = t.loss(x, y)
+    if dist.get_rank() == 1:
+        t.log.append(loss.item())
+    flag = torch.tensor([1.0])  # of no recorded call, so it travels at once
+    dist.all_reduce(flag)
+    t.update(loss * flag)
+
+
+def sends_objects_after_one_rank_has_looked(t: Training, x: Tensor, y: Tensor) -> None:
+    loss = t.loss(x, y)
+    t.update(loss)
+    if dist.get_rank() == 1:
+        t.log.append(loss.item())
+    sizes = [0, 0]
+    dist.all_gather_object(sizes, len(x))
+    t.log.append(sum(sizes))
+
+
+def sends_a_message_after_a_look(t: Training, x: Tensor, y: Tensor) -> None:
+    loss, told = t.loss(x, y), torch.zeros(1)
+    t.update(loss)
+    if dist.get_rank() == 0:
+        dist.send(torch.tensor([loss.item()]), 1)
+    else:
+        dist.recv(told, 0)
+        t.log.append(told.item())
+
+
 STEPS: list[Callable[..., None]] = [
     appends, guards, looks_on_one_rank, branches_by_rank, is_refused_on_one_rank, prints_on_the_first_rank,
-    logs_the_largest,
+    logs_the_largest, waits_for_the_rank_that_logs, sends_a_flag_after_one_rank_has_looked,
+    sends_objects_after_one_rank_has_looked, sends_a_message_after_a_look,
 ]  # fmt: skip
 
 

@@ -239,6 +239,14 @@ def is_random(op: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in op.tags or (op.namespace == "wholestep" and "rng" in op._schema.name)
 
 
+def only_computes(op: Any) -> bool:
+    """Whether a call gives what its arguments say and does nothing else: it sends and draws nothing, and is no operator
+    of the user's, which may do anything."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return True
+    return op.namespace in ("aten", "prims", "wholestep") and op not in COLLECTIVES and not is_random(op)
+
+
 _QUIET_ATTENTION = frozenset(
     getattr(torch.ops.aten, name).default
     for name in (

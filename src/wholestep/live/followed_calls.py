@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from wholestep.capture.guards.fast_guards import held_elsewhere
+from wholestep.capture.python.user_frame import current_line
 from wholestep.capture.tracing.tensor_swap import swap_contents
 from wholestep.capture.wrappers.fully_shard_settings import sharded_modules
 from wholestep.live.opaque.modules import FunctionCall, OpaqueModule, OpaqueModules
@@ -28,7 +29,7 @@ from wholestep.live.recording.fast_match import FastRecord
 from wholestep.live.recording.handle import Handle, recording_paused
 from wholestep.live.recording.modes import recordable_modes
 from wholestep.live.recording.path import BACKWARDS, Path
-from wholestep.live.recording.record import OutputMeta, Read, Record, Value, name_of
+from wholestep.live.recording.record import CONSTANT, Key, OutputMeta, Read, Record, Value, name_of
 from wholestep.live.recording.snapshot import OptimizerSnapshot, OptimizerWatch
 from wholestep.live.recording.structure import Structure
 
@@ -38,6 +39,11 @@ NOT_SURE = object()
 
 CallWithoutTensors = tuple[Any, Structure, tuple[Any, ...]]
 """Function, structure and constants of a call, with kinds in the place of tensors and numbers."""
+
+
+def without_tensors(key: Key) -> CallWithoutTensors:
+    """A call as far as it is no tensors and numbers."""
+    return key.function, key.structure, tuple(one if one.kind == CONSTANT else one.kind for one in key.operands)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +225,13 @@ class FollowedCalls(PendingCalls, ABC):
             return False
         with self.tensors.flags.before(number):
             return not one.is_as_it_was()
+
+    def _run_for_peers(self, function: Any) -> None:
+        """Runs what is recorded before a function that waits for other ranks: one may be in a piece that it has asked a
+        value of, and that waits for all."""
+        if self._started < len(self.records):
+            self.reads.add(Read(len(self.records), function, current_line()))
+            self._run_pending(f"{name_of(function)} waits for other ranks")
 
     def _is_stepped_otherwise(self, now: OptimizerSnapshot) -> bool:
         """Whether a step of an optimizer was recorded, and has not run, that was in another state than now."""

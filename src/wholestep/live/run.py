@@ -21,18 +21,19 @@ from torch.optim import Optimizer
 
 from wholestep.capture.python.user_frame import current_line
 from wholestep.capture.wrappers.fully_shard_hooks import is_fully_sharded
-from wholestep.live.followed_calls import NOT_SURE, CallWithoutTensors, FollowedCalls, Learned
+from wholestep.live.followed_calls import NOT_SURE, CallWithoutTensors, FollowedCalls, Learned, without_tensors
 from wholestep.live.opaque.modules import FunctionCall, OpaqueModule, OpenModule
 from wholestep.live.pieces.observation import hooks_on_gradients, observe, unknown_argument
 from wholestep.live.pieces.pending_calls import Launcher
 from wholestep.live.pieces.shape_inference import resized
 from wholestep.live.recording.difference import difference
+from wholestep.live.recording.events import communicates
 from wholestep.live.recording.handle import CURRENT, Handle, execute, made, recording_paused, with_torch_functions
 from wholestep.live.recording.metadata import METADATA
 from wholestep.live.recording.modes import current_modes, why_not_recordable
 from wholestep.live.recording.observer import Draws, DrawWatch
 from wholestep.live.recording.path import BACKWARDS, Path
-from wholestep.live.recording.record import CONSTANT, VALUE, Key, OutputMeta, Read, Record, name_of
+from wholestep.live.recording.record import VALUE, Key, OutputMeta, Read, Record, name_of
 from wholestep.live.recording.structure import flatten, unflatten
 from wholestep.live.sizes.indices import plain_index
 
@@ -121,6 +122,11 @@ class Run(FollowedCalls):
                 self.reads.add(Read(len(self.records), function, current_line()))
                 self._run_pending(f"{name_of(function)} asks for the state of random numbers")
 
+    def before_ranks_communicate(self, function: Any) -> None:
+        """A function of torch.distributed is about to be called that no call of torch would tell of."""
+        with self._lock, recording_paused(), torch._C.DisableTorchFunction():
+            self._run_for_peers(function)
+
     def finish(self) -> None:
         """The step has returned: what is still recorded runs."""
         with self._lock, recording_paused(), torch._C.DisableTorchFunction():
@@ -189,7 +195,7 @@ class Run(FollowedCalls):
             if record is None and self._is_read(key):
                 self.tensors.forget_since(length)
                 read = Read(len(self.records), function, current_line())
-                return self._read(read, _without_tensors(key), args, kwargs, leaves)
+                return self._read(read, without_tensors(key), args, kwargs, leaves)
             if self.candidates:
                 path, tensors = self.candidates[0], self.tensors
                 known = [(one, tensors.flags.kind_at_first(one)) for one in tensors.externals]
@@ -218,6 +224,8 @@ class Run(FollowedCalls):
 
     def _at_once(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
         """Executes a call on tensors that nothing recorded reads or writes: data, most of the time."""
+        if communicates(function):
+            self._run_for_peers(function)
         watches = self._shares_stream(leaves) and any(record.drawn for record in self.records)
         try:
             with DrawWatch() if watches else nullcontext():  # type: ignore[no-untyped-call]
@@ -318,7 +326,7 @@ class Run(FollowedCalls):
         """Whether a call asks for a value: here in an earlier run, or anywhere if it gives no tensors."""
         here = (len(self.records), key.function)
         known = ((read.position, read.function) for path in self.candidates for read in path.reads)
-        return _without_tensors(key) in self._learned.reading_calls or here in known
+        return without_tensors(key) in self._learned.reading_calls or here in known
 
     def _read_here(self, read: Read, handle: Handle) -> Any:
         leaves: list[Any] = []
@@ -353,7 +361,7 @@ class Run(FollowedCalls):
                 self._learned.modules.reopen(module, "it returns something else than tensors, or asks for values")
             given = [one for one in seen.results if isinstance(one, torch.Tensor)]
             if not given and seen.result is not None and seen.result is not NotImplemented:
-                self._learned.reading_calls.add(_without_tensors(key))
+                self._learned.reading_calls.add(without_tensors(key))
             self.reads.add(Read(len(self.records), key.function, line))
             if any(one.requires_grad for one in given):
                 self.make_no_path(f"{name_of(key.function)} gives what no record can, and gradients go through it")
@@ -379,8 +387,3 @@ class Run(FollowedCalls):
 def _may_have_graph(leaves: list[Any]) -> bool:
     """Whether what a call with these arguments gives may have a graph."""
     return torch.is_grad_enabled() and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
-
-
-def _without_tensors(key: Key) -> CallWithoutTensors:
-    """A call as far as it is no tensors and numbers."""
-    return key.function, key.structure, tuple(one if one.kind == CONSTANT else one.kind for one in key.operands)

@@ -185,6 +185,9 @@ class ShardCalls(Recorder):
     def before_draws_are_told(self, function: Any) -> None:
         """Nothing waits."""
 
+    def before_ranks_communicate(self, function: Any) -> None:
+        """Nothing waits."""
+
     def before_another_thread_calls(self, module: nn.Module) -> None:
         """Nothing waits."""
 

@@ -98,3 +98,19 @@ def test_what_gives_its_first_argument_as_it_was_shaped(op, gives):
 )
 def test_effects(op, effect):
     assert op_info.has_effect(op) is effect
+
+
+@pytest.mark.parametrize(
+    ("op", "pure"),
+    [
+        (aten.add_.Tensor, True),
+        (operator.mul, True),
+        (op_info.GRADIENT, True),
+        (aten.rand.default, False),
+        (c10d.all_reduce.default, False),
+        (op_info.WAIT, False),
+        (torch.ops.profiler._record_function_enter_new.default, False),
+    ],
+)
+def test_what_only_computes(op, pure):
+    assert op_info.only_computes(op) is pure

@@ -20,6 +20,7 @@ import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_innermost_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
 
+from wholestep.capture.functionalize.constants import known_to_fakes
 from wholestep.capture.functionalize.mutation_subgraph import mutation_subgraph, splice
 from wholestep.capture.functionalize.outplace import to_out_of_place
 from wholestep.capture.functionalize.storage_resize import fold_resizes
@@ -80,7 +81,7 @@ def _retrace(traced: fx.GraphModule, inputs: list[Any], mode: FakeTensorMode, kn
         return torch.func.functionalize(lambda *inner: interpreter.run(*inner), remove="mutations")(*args)
 
     branches = host_branches(lambda: host[0] if host else None)
-    with mode, without_autocast(), unwritten(), node_hook(interpreter.tag), branches:
+    with mode, known_to_fakes(), without_autocast(), unwritten(), node_hook(interpreter.tag), branches:
         functional = make_fx(run, _disable_torch_fn_metadata_mode=True)(*plain)
     module = splice(traced, subgraph, functional, interpreter.made_for)
     fold_resizes(module.graph)

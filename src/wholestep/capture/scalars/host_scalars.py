@@ -103,7 +103,7 @@ class HostValues:
         if (truth := random_ranges.answer(node)) is not None and (size := _size(node)) is not None:
             self.certain[node] = (_one_truth, (truth, size))
             return _one_truth(truth, size)
-        unknown = op_info.is_random(node.target) or op_info.is_collective(node) or node.target is op_info.VERSION
+        unknown = not op_info.only_computes(node.target) or node.target is op_info.VERSION
         if unknown or not node.all_input_nodes or not all(arg in self._values for arg in node.all_input_nodes):
             for position in op_info.mutated_args(node.target):  # what an unknown number is written to is unknown
                 if position < len(node.args):

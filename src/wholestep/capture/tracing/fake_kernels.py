@@ -28,6 +28,7 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
+from wholestep.capture.functionalize.constants import computed_where_pure
 from wholestep.capture.functionalize.version_counters import lists_counted, written_tensors
 from wholestep.capture.python.user_frame import current_line
 from wholestep.capture.sizes.python_forms import PythonForms
@@ -138,7 +139,7 @@ class LayoutFakeMode(FakeTensorMode):
         if func is _GROUPED and args[0].dtype in (torch.float32, torch.bfloat16, torch.float16):
             return _product_of_groups(*args, **kwargs)
         written = [one for one in written_tensors(func, args, kwargs) if isinstance(one, FakeTensor)]
-        with _undrawn(func), lists_counted(func, written):
+        with _undrawn(func), lists_counted(func, written), computed_where_pure(self, func, args, kwargs, written):
             run = partial(super().__torch_dispatch__, func, types, args, kwargs)
             found: Any = self.forms.describe(run, self, func, args, kwargs)
         for one in written:

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _foreach_utils
 
+from wholestep.capture.functionalize.constants import known_to_fakes
 from wholestep.capture.functionalize.data_assignment import data_assignments
 from wholestep.capture.functionalize.storage_resize import StorageRecorder
 from wholestep.capture.functionalize.version_counters import VersionRecorder
@@ -156,6 +157,7 @@ def _modes(context: StepContext, recorders: Recorders) -> Iterator[AbstractConte
         yield recorders.mode.forms.composing()
         yield without_plans()
     yield recorders.mode
+    yield known_to_fakes()
     yield torch.autograd.set_multithreading_enabled(False)  # dispatch modes belong to this thread
     yield ddp.silent_forwards(context.managed, recorders.note_forward)
     if context.sees_parts:

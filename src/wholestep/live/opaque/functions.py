@@ -16,10 +16,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer, optimizer
 
+from wholestep.capture.tracing.process_group_rules import RULES
 from wholestep.live.opaque.redirect import Redirections
 from wholestep.live.recording.handle import CURRENT, RUNS, Handle
 from wholestep.live.recording.modes import block_may_have_ended
@@ -53,8 +56,22 @@ def _wanted() -> Iterator[tuple[types.FunctionType, Callable[[Any], Any]]]:
         for one in vars(module).values():
             if isinstance(one, types.FunctionType) and one.__module__ == module.__name__ and inspect.unwrap(one) is one:
                 yield one, _draws_told
+    yield from ((one, _ranks_communicate) for one in _communicating())
     yield _plain(torch.autocast.__exit__), _block_ended
     yield torch.autograd.Function.apply.__func__, _apply  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _communicating() -> tuple[types.FunctionType, ...]:
+    """The functions of torch.distributed that call a method of a process group. Those that ask classes of tensors what
+    to do come to the recording mode by themselves."""
+    found = []
+    for one in vars(distributed_c10d).values() if dist.is_available() else ():
+        if type(one) is types.FunctionType and one.__module__ == distributed_c10d.__name__:
+            names = inspect.unwrap(one).__code__.co_names
+            if not RULES.keys().isdisjoint(names) and "handle_torch_function" not in names:
+                found.append(one)
+    return tuple(found)
 
 
 def _plain(function: Any) -> types.FunctionType:
@@ -196,6 +213,16 @@ def _draws_told(plain: Callable[..., Any]) -> Callable[..., Any]:
         run = CURRENT.run
         if run is not None:
             run.before_draws_are_told(plain)
+        return plain(*args, **kwargs)
+
+    return call
+
+
+def _ranks_communicate(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        run = CURRENT.run
+        if run is not None:
+            run.before_ranks_communicate(plain)
         return plain(*args, **kwargs)
 
     return call

@@ -48,4 +48,13 @@ def _only_computes(record: Record) -> bool:
 
 
 def _may_communicate(function: Callable[..., Any]) -> bool:
-    return str(getattr(function, "__module__", "")).startswith(("torch.distributed", "torch.ops"))
+    return communicates(function) or str(getattr(function, "__module__", "")).startswith("torch._ops")
+
+
+def communicates(function: Callable[..., Any]) -> bool:
+    """Whether it is one of torch by which ranks send each other something."""
+    return str(getattr(function, "__module__", "")).startswith(_COMMUNICATE)
+
+
+_COMMUNICATE = ("torch.distributed", "torch._ops._c10d", "torch._ops.c10d")
+"""How the names of their modules begin."""

@@ -51,6 +51,9 @@ class Recorder(Protocol):
     def before_draws_are_told(self, function: Any) -> None:
         """Runs what is recorded to draw: a function is about to tell or to set where random generators stand."""
 
+    def before_ranks_communicate(self, function: Any) -> None:
+        """Runs what is recorded: a function is about to wait for other ranks, and those may wait in a piece."""
+
 
 class RecordingRun(Recorder, Protocol):
     """One that records; others execute each call at once."""
