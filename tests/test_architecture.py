@@ -73,7 +73,10 @@ DOORS: dict[str, dict[str, str]] = {
     "capture/reach/arguments.py": {
         "torch.distributed._functional_collectives": "the class of what a collective gives that is on its way"
     },
-    "capture/reach/unwrap_compiled.py": {"torch._dynamo": "whether what torch.compile gives may be traced"},
+    "capture/reach/unwrap_compiled.py": {
+        "torch._dynamo": "whether what torch.compile gives may be traced; the class of a module that it gave",
+        "torch._C._dynamo": "has a compiled loop call a step without looking into it",
+    },
     "capture/tracing/module_to.py": {
         "torch.nn.Module._apply": "what every move and conversion of a module goes through"
     },
