@@ -231,6 +231,7 @@ DOORS: dict[str, dict[str, str]] = {
         "torch._C._EnableTorchFunction": "a call runs as it would in eager code",
         "torch.Tensor._make_wrapper_subclass": "a tensor with a shape and no memory, until its numbers are known",
         "torch._C._len_torch_function_stack": "whether the mode of a live step is on",
+        "torch._C._get_function_stack_at": "whether the step has entered modes above that one",
         "torch._C._pop_torch_function_stack": "takes that mode off for a while",
         "torch._C._push_on_torch_function_stack": "likewise",
     },
