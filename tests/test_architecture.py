@@ -73,7 +73,10 @@ DOORS: dict[str, dict[str, str]] = {
     "capture/reach/arguments.py": {
         "torch.distributed._functional_collectives": "the class of what a collective gives that is on its way"
     },
-    "capture/reach/unwrap_compiled.py": {"torch._dynamo": "whether what torch.compile gives may be traced"},
+    "capture/reach/unwrap_compiled.py": {
+        "torch._dynamo": "whether what torch.compile gives may be traced; the class of a module that it gave",
+        "torch._C._dynamo": "has a compiled loop call a step without looking into it",
+    },
     "capture/tracing/module_to.py": {
         "torch.nn.Module._apply": "what every move and conversion of a module goes through"
     },
@@ -231,6 +234,7 @@ DOORS: dict[str, dict[str, str]] = {
         "torch._C._EnableTorchFunction": "a call runs as it would in eager code",
         "torch.Tensor._make_wrapper_subclass": "a tensor with a shape and no memory, until its numbers are known",
         "torch._C._len_torch_function_stack": "whether the mode of a live step is on",
+        "torch._C._get_function_stack_at": "whether the step has entered modes above that one",
         "torch._C._pop_torch_function_stack": "takes that mode off for a while",
         "torch._C._push_on_torch_function_stack": "likewise",
     },

@@ -521,7 +521,7 @@ SHARDING_MUTATIONS = (
     Mutation(
         name="gathered_behind_a_backward",
         what="what Python writes to shards after a backward that is no record goes to a copy",
-        file="live/run.py",
+        file="live/followed_calls.py",
         old="            self.backward_at = len(self.records)",
         new="            pass",
         tests=(f"{WAITING}::test_what_is_written_to_shards_stays[gloo-updates_by_hand-True]",),

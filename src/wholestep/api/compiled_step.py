@@ -23,6 +23,7 @@ from wholestep.api.report.size_report import size_report
 from wholestep.api.stages import Entry, Stages
 from wholestep.capture.guards.fast_guards import FastCall
 from wholestep.capture.python.tracing_thread import is_capturing
+from wholestep.capture.reach.unwrap_compiled import left_alone
 from wholestep.config import DDP
 from wholestep.errors import (
     ArtifactError,
@@ -78,6 +79,7 @@ class CompiledStep:
         """What the user chose, and what wrapped modules were told."""
         return self._stages.options
 
+    @left_alone
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step: on a captured graph if one holds for this call, else the step is captured first."""
         fast_call = self._fast_call

@@ -24,8 +24,11 @@ A step for which it is another one again and again is refused, before it has use
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
+
+import torch
 
 from wholestep.capture.bind.captured import Captured
 from wholestep.capture.equivalence import is_equivalent
@@ -51,9 +54,9 @@ class RetracePolicy:
         """A sentence for each."""
         self._varying: dict[Hashable, VaryingValue] = {}
         """Numbers that are inputs."""
-        self._exchanged: set[Hashable] = set()
-        """Places in which another tensor stood in a later call."""
-        self._exchanged_now: dict[Hashable, str] = {}
+        self._exchanged: dict[Hashable, weakref.ref[torch.Tensor]] = {}
+        """Places in which another tensor stood in a later call, and the last such tensor."""
+        self._exchanged_now: dict[Hashable, tuple[str, weakref.ref[torch.Tensor]]] = {}
         """Those of the call that is compared, with how they are written."""
         self._constant: dict[Hashable, str] = {}
         """Those that change and can be none, and why."""
@@ -73,13 +76,13 @@ class RetracePolicy:
         where a tensor is another one again."""
         if reason is None:
             return
-        for place, path in self._exchanged_now.items():
-            if place in self._exchanged:
+        for place, (path, tensor) in self._exchanged_now.items():
+            if place in self._exchanged and self._exchanged[place]() is not tensor():
                 raise CaptureError(
                     f"{path} is another tensor in every call. A graph is tied to the tensors that stand in objects: "
                     f"pass it as an argument of the step, or write to the one that stands there: copy_()."
                 )
-        self._exchanged |= self._exchanged_now.keys()
+            self._exchanged[place] = tensor
         if len(self.reasons) >= self._limit:
             listing = "\n".join(f"  {number}. {text}" for number, text in enumerate([*self.reasons, reason], 1))
             constant = "".join(f"\n{why}" for why in self._constant.values())
@@ -98,7 +101,7 @@ class RetracePolicy:
         if self._dynamic is False:
             found = {key: one for key, one in found.items() if not isinstance(one, ArgumentSize)}
         self._varying |= {key: one for key, one in found.items() if key not in self._constant}
-        self._exchanged_now = dict(guards.exchanged_tensors())
+        self._exchanged_now = {place: (path, weakref.ref(one)) for place, path, one in guards.exchanged_tensors()}
 
     def captured(
         self, capture: Callable[[Collection[VaryingValue]], Captured], sizes: Collection[ArgumentSize] = ()

@@ -85,6 +85,13 @@ class FollowedCalls(PendingCalls, ABC):
         """The step has made a module."""
         self.made_modules.add(module)
 
+    def leave_path(self, function: Any, why: str) -> None:
+        """A function is about to be executed without a record."""
+        self._flush(why)
+        self.make_no_path(why)
+        if function in BACKWARDS:
+            self.backward_at = len(self.records)
+
     def call_of(self, function: type[torch.autograd.Function]) -> FunctionCall | None:
         """The module whose call is that of a function; None if the step makes the function itself."""
         with recording_paused():

@@ -28,11 +28,19 @@ from wholestep.live.pieces.pending_calls import Launcher
 from wholestep.live.pieces.shape_inference import resized
 from wholestep.live.recording.difference import difference
 from wholestep.live.recording.events import communicates
-from wholestep.live.recording.handle import CURRENT, Handle, execute, made, recording_paused, with_torch_functions
+from wholestep.live.recording.handle import (
+    CURRENT,
+    Handle,
+    execute,
+    is_looked_into,
+    made,
+    recording_paused,
+    with_torch_functions,
+)
 from wholestep.live.recording.metadata import METADATA
 from wholestep.live.recording.modes import current_modes, why_not_recordable
 from wholestep.live.recording.observer import Draws, DrawWatch
-from wholestep.live.recording.path import BACKWARDS, Path
+from wholestep.live.recording.path import Path
 from wholestep.live.recording.record import VALUE, Key, OutputMeta, Read, Record, name_of
 from wholestep.live.recording.structure import flatten, unflatten
 from wholestep.live.sizes.indices import plain_index
@@ -78,8 +86,8 @@ class Run(FollowedCalls):
     ) -> Any:
         """A call of a module by the step's own Python: one record, or its Python runs."""
         opaque = None
-        is_new = module in self.made_modules or self.is_stopped
-        if not is_new and self._learned.modules.may_be_opaque(module):
+        is_open = module in self.made_modules or self.is_stopped or is_looked_into()
+        if not is_open and self._learned.modules.may_be_opaque(module):
             with self._lock, recording_paused(), torch._C.DisableTorchFunction():
                 result = self._followed_module(module, args, kwargs)
                 if result is not NOT_SURE:
@@ -95,8 +103,10 @@ class Run(FollowedCalls):
 
     def unrecorded(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> Any:
         """A call that does more than its arguments say: it is executed at once, and the run makes no path."""
-        with self._lock, recording_paused(), torch._C.DisableTorchFunction():
-            return self._unrecorded(function, args, kwargs, why)
+        with self._lock:
+            with recording_paused(), torch._C.DisableTorchFunction():
+                self.leave_path(function, why)
+            return execute(function, args, kwargs)
 
     def flush(self, why: str) -> None:
         """Runs what is recorded, one by one; the run observes from here on."""
@@ -176,7 +186,8 @@ class Run(FollowedCalls):
             or hooks_on_gradients(function, self.tensors)
         )
         if why:
-            return self._unrecorded(function, args, kwargs, why)
+            self.leave_path(function, why)
+            return execute(function, args, kwargs)
         length = self.tensors.length()
         self.tensors.copies_shared = bool(self.candidates)
         is_module = isinstance(function, OpaqueModule)
@@ -215,13 +226,6 @@ class Run(FollowedCalls):
             self._run_pending("a mask is an index")
         return mask
 
-    def _unrecorded(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> Any:
-        self._flush(why)
-        self.make_no_path(why)
-        if function in BACKWARDS:
-            self.backward_at = len(self.records)
-        return execute(function, args, kwargs)
-
     def _at_once(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
         """Executes a call on tensors that nothing recorded reads or writes: data, most of the time."""
         if communicates(function):
@@ -249,7 +253,8 @@ class Run(FollowedCalls):
         """A call on the memory of gradients or shards that recorded calls know by other names: it runs after them."""
         why = f"{name_of(function)} is given a tensor on the memory of a gradient or a shard"
         if _may_have_graph(leaves):
-            return self._unrecorded(function, args, kwargs, why)
+            self.leave_path(function, why)
+            return execute(function, args, kwargs)
         self.reads.add(Read(len(self.records), function, current_line()))
         self._run_pending(why)
         if self.waits_for_backward:

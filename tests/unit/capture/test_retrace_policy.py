@@ -203,6 +203,31 @@ def test_a_tensor_that_is_another_one_again_is_no_input() -> None:
     assert step.cache_info().traces == 2
 
 
+def test_a_tensor_that_is_another_one_once_may_be_followed_by_other_changes() -> None:
+    """Parameters are replaced, and later calls are compared with the trace of those before."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout())
+    opt = torch.optim.Adam(net.parameters(), lr=0.1)
+
+    def train(x: Tensor) -> Tensor:
+        loss = net(x).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    step = ws.compile(train, backend="eager", fullgraph=True)
+    for call in range(5):
+        if call == 2:
+            net.load_state_dict({name: one.clone() for name, one in net.state_dict().items()}, assign=True)
+            opt.param_groups[0]["params"] = list(net.parameters())
+            opt.state.clear()
+        if call == 4:
+            net.eval()
+        step(torch.ones(2, 3))
+    assert step.cache_info().traces == 3
+
+
 @pytest.mark.parametrize("may_go_live", [True])
 def test_a_tensor_that_is_another_one_again_goes_live(may_go_live: bool) -> None:
     held = {"x": torch.ones(2), "y": torch.ones(2)}

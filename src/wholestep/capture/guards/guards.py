@@ -19,6 +19,8 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 from wholestep.capture.guards.fast_guards import FastCall, FastPath, FastRun, fast_call
 from wholestep.capture.python import tree_util
 from wholestep.capture.python.snapshot import Snapshot
@@ -49,8 +51,9 @@ class Guard(ABC):
         """Numbers and texts that were constants of the trace, and are others for a call with these leaves."""
         yield from ()
 
-    def exchanged_tensors(self) -> Iterator[tuple[Hashable, str]]:
-        """Places with other tensors than in the trace, but of the same layout: an identity, and how it is written."""
+    def exchanged_tensors(self) -> Iterator[tuple[Hashable, str, torch.Tensor]]:
+        """Places with other tensors than in the trace, but of the same layout: an identity, how it is written, and the
+        tensor that stands there."""
         yield from ()
 
     def changed_containers(self, changed: tuple[int, ...]) -> Iterator[Snapshot]:
@@ -109,7 +112,7 @@ class Guards:
         for guard in (*self.arguments, *self.state, *self.values):
             yield from guard.varying_values(leaves)
 
-    def exchanged_tensors(self) -> Iterator[tuple[Hashable, str]]:
+    def exchanged_tensors(self) -> Iterator[tuple[Hashable, str, torch.Tensor]]:
         """See `Guard.exchanged_tensors`."""
         for guard in self.state:
             yield from guard.exchanged_tensors()

@@ -79,10 +79,10 @@ class ContainerGuard(Guard):
             if place is not None and not same(then, now):
                 yield place
 
-    def exchanged_tensors(self) -> Iterator[tuple[Hashable, str]]:
+    def exchanged_tensors(self) -> Iterator[tuple[Hashable, str, torch.Tensor]]:
         for snapshot, key, path, then, now in self._changed_items():
             if isinstance(then, torch.Tensor) and isinstance(now, torch.Tensor) and describe(then) == describe(now):
-                yield (identity(snapshot.container), key), path
+                yield (identity(snapshot.container), key), path, now
 
     def _changed_items(self) -> Iterator[tuple[Snapshot, Any, str, Any, Any]]:
         for snapshot in self.of_user:

@@ -24,12 +24,14 @@ from torch.optim import Optimizer, optimizer
 
 from wholestep.capture.tracing.process_group_rules import RULES
 from wholestep.live.opaque.redirect import Redirections
-from wholestep.live.recording.handle import CURRENT, RUNS, Handle
+from wholestep.live.recording.handle import CURRENT, RUNS, Handle, is_looked_into
 from wholestep.live.recording.modes import block_may_have_ended
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 _redirections = Redirections()
+
+_LOOKED_INTO = "a function mode that the step has entered looks at every call here"
 
 
 def redirected(*, looks: bool) -> Any:
@@ -96,6 +98,8 @@ def _step(plain: Callable[..., Any]) -> Callable[..., Any]:
         run = CURRENT.run
         if run is None or len(args) != 1 or kwargs or _runs_code(args[0]) or _holds_tensors(args[0]):
             return plain(*args, **kwargs)
+        if is_looked_into():
+            return run.unrecorded(plain, args, kwargs, _LOOKED_INTO)
         return run.called(plain, args, kwargs)
 
     return step
@@ -146,6 +150,8 @@ def _zero_grad_of_optimizer(plain: Callable[..., Any]) -> Callable[..., Any]:
         run = CURRENT.run
         if run is None:
             plain(self, set_to_none)
+        elif is_looked_into():
+            run.unrecorded(plain, (self, set_to_none), {}, _LOOKED_INTO)
         else:
             params = [param for group in self.param_groups for param in group["params"]]
             run.called(clear_grads, (params, bool(set_to_none)), {})
@@ -158,6 +164,8 @@ def _zero_grad_of_module(plain: Callable[..., Any]) -> Callable[..., Any]:
         run = CURRENT.run
         if run is None:
             plain(self, set_to_none)
+        elif is_looked_into():
+            run.unrecorded(plain, (self, set_to_none), {}, _LOOKED_INTO)
         else:
             run.called(clear_grads, (list(self.parameters()), bool(set_to_none)), {})
 
@@ -169,6 +177,8 @@ def _clip(plain: Callable[..., Any]) -> Callable[..., Any]:
         run = CURRENT.run
         if run is None:
             return plain(parameters, *args, **kwargs)
+        if is_looked_into():
+            return run.unrecorded(plain, (parameters, *args), kwargs, _LOOKED_INTO)
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         return run.called(plain, (params, *args), kwargs)
 

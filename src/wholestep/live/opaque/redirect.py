@@ -1,7 +1,8 @@
 """Functions of torch that are one record: an optimizer's step, clipping. Whoever holds them calls the redirection.
 
 A name that was imported early, or a scheduler that keeps the function it has wrapped, would escape a replaced
-attribute. So the code of the function itself is exchanged, and put back when no live step runs any more.
+attribute. So the code of the function itself is exchanged, and put back when no live step runs any more. Until then
+nothing may compile that code: what was given to torch.compile runs as it was written, in all threads.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 
 def _template(free: tuple[str, ...]) -> types.CodeType:
@@ -64,11 +67,15 @@ class Redirections:
         self._lock = threading.Lock()
         self._open = 0
         self._known: dict[int, Redirection] = {}
+        self._uncompiled = ExitStack()
+        """Has torch.compile leave functions as they were written, while any live step runs."""
 
     @contextmanager
     def __call__(self, wanted: Iterable[tuple[types.FunctionType, Any]]) -> Iterator[None]:
         """While open, these functions are redirected, and those of earlier calls. Of pairs for `redirection`."""
         with self._lock:
+            if self._open == 0:
+                self._uncompiled.enter_context(torch.compiler.set_stance("force_eager"))
             self._open += 1
             for function, target in wanted:
                 if id(function) not in self._known:
@@ -83,3 +90,4 @@ class Redirections:
                 if self._open == 0:
                     for one in self._known.values():
                         one.function.__code__ = one.original
+                    self._uncompiled.close()

@@ -95,10 +95,10 @@ def with_torch_functions(function: Any, args: tuple[Any, ...], kwargs: dict[str,
 def execute(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Executes a call of the step's own Python as if nothing was recorded: tensors may be of classes of their own.
 
-    Our mode is off: layers of torch compute otherwise where one is on, as encoders do in evaluation.
+    Our mode is off: layers of torch compute otherwise where one is on, as encoders do in evaluation. The user's are on.
     """
     executor = CURRENT.executor
-    with recording_paused():
+    with recording_paused(keeps_modes=True):
         if executor is None:
             return with_torch_functions(function, args, kwargs)
         return with_torch_functions(executor.execute, (function, args, kwargs), {})
@@ -112,23 +112,50 @@ class RecordingMode(TorchFunctionMode):
         return func(*args, **(kwargs or {})) if run is None else run.called(func, args, kwargs or {})
 
 
+def is_looked_into() -> bool:
+    """Whether the step has entered a function mode, of the user's or a `torch.device`, above ours.
+
+    It looks at each call of torch that is made in there and may change it: no call of torch's own Python is a record.
+    """
+    top = torch._C._len_torch_function_stack() - 1
+    return top >= 0 and _place_of_ours() not in (top, -1)
+
+
+def _place_of_ours() -> int:
+    """Where our mode is in the stack of function modes; -1 if it is not on."""
+    for place in reversed(range(torch._C._len_torch_function_stack())):
+        if type(torch._C._get_function_stack_at(place)) is RecordingMode:
+            return place
+    return -1
+
+
 @contextmanager
-def recording_paused() -> Iterator[None]:
+def recording_paused(*, keeps_modes: bool = False) -> Iterator[None]:
     """While open, calls of torch by this thread are torch's own and ours: none is recorded, and no mode of ours is on.
 
-    (Guards take a function mode that is on for a change. Torch itself takes ours off while it handles a call.)
+    Nor is one that the step has entered, which has seen the calls that are recorded; but with `keeps_modes`. (Guards
+    take a function mode that is on for a change. Torch itself takes ours off while it handles a call.)
     """
     around, CURRENT.run = CURRENT.run, None
-    mode = torch._C._pop_torch_function_stack() if torch._C._len_torch_function_stack() else None
-    if mode is not None and type(mode) is not RecordingMode:
-        torch._C._push_on_torch_function_stack(mode)
-        mode = None
+    ours = _place_of_ours()
+    modes = _popped(torch._C._len_torch_function_stack() - ours) if ours >= 0 else []
+    _push(modes[1:] if keeps_modes else [])
     try:
         yield
     finally:
-        if mode is not None:
-            torch._C._push_on_torch_function_stack(mode)
+        _popped(len(modes[1:]) if keeps_modes else 0)
+        _push(modes)
         CURRENT.run = around
+
+
+def _popped(count: int) -> list[Any]:
+    """So many function modes from the top of the stack, the lowest first."""
+    return [torch._C._pop_torch_function_stack() for _ in range(count)][::-1]
+
+
+def _push(modes: list[Any]) -> None:
+    for mode in modes:
+        torch._C._push_on_torch_function_stack(mode)
 
 
 class Handle(torch.Tensor):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +39,11 @@ def model_itself(wrap: Wrap, model: Any, opt: Any) -> tuple[Any, ...]:
     if wrap is by_dynamo:
         model.compile(backend="eager")
     return train, (model, opt)
+
+
+def blocks_with_dropout() -> tuple[Any, Any]:
+    model = Blocks(dropout=0.1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def blocks(wrap: Wrap, model: Any, opt: Any) -> tuple[Any, ...]:
@@ -93,11 +100,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_it_is_traced_as_it_was_written(case: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
-    def make() -> tuple[Any, Any]:
-        model = Blocks(dropout=0.1)
-        return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-    eager, ours = twins(make)
+    eager, ours = twins(blocks_with_dropout)
     (step, args), (own, own_args) = case(as_it_is, *eager), case(by_dynamo, *ours)
     torch.manual_seed(0)
     found = ws.compile(own, backend="eager")
@@ -141,3 +144,91 @@ def test_torch_compile_works_along_with_the_step() -> None:
     assert step.cache_info().traces == 1
     with pytest.raises(RuntimeError, match="symbolically trace"):
         torch.fx.experimental.proxy_tensor.make_fx(own)(torch.ones(1, 4))
+
+
+def test_no_warning_of_torch_compile_tells_of_the_hooks_of_a_trace() -> None:
+    net = dynamo(nn.Linear(8, 8), backend="eager")
+    step = ws.compile(train, backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(net, torch.optim.SGD(net.parameters(), lr=0.1), torch.randn(4, 8))
+    assert step.cache_info().traces == 1
+
+
+@pytest.mark.parametrize("may_go_live", [True])
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_loop_that_is_compiled_calls_the_step_as_it_is(reads: bool) -> None:
+    eager, ours = twins(blocks_with_dropout)
+    step = ws.compile(train_and_read if reads else train, backend="eager")
+
+    @dynamo(backend="eager")
+    def call(x: Tensor) -> Any:
+        return step(*ours, x * 2) * 3
+
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x = torch.randn(4, 8)
+        torch.manual_seed(seed)
+        wanted = (train_and_read if reads else train)(*eager, x * 2) * 3
+        torch.manual_seed(seed)
+        assert float(call(x)) == float(wanted)
+
+
+def train_and_read(*args: Any) -> float:
+    return train(*args).item()
+
+
+class Branching(nn.Module):
+    """Is open in a live step, and draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.layer(x * 2 if x.sum() > 0 else x), 0.1)
+
+
+def module_that_branches(wrap: Wrap, net: nn.Module) -> Callable[[Tensor], Tensor]:
+    return wrap(net)  # type: ignore[no-any-return]
+
+
+def function_of_results(wrap: Wrap, net: nn.Module) -> Callable[[Tensor], Tensor]:
+    double = wrap(lambda x: x.tanh() * 2)
+    return lambda x: double(net(x)) + double(x)
+
+
+def function_around_a_module(wrap: Wrap, net: nn.Module) -> Callable[[Tensor], Tensor]:
+    return wrap(lambda x: net(x) + net(x).detach())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("may_go_live", [True])
+@pytest.mark.parametrize("case", [module_that_branches, function_of_results, function_around_a_module])
+def test_in_a_live_step_it_runs_as_it_was_written(case: Callable[..., Any]) -> None:
+    """Dynamo would look into the recording of calls, and into functions of torch that have other code meanwhile."""
+
+    def training(wrap: Wrap) -> tuple[nn.Module, Callable[[Tensor], float]]:
+        torch.manual_seed(0)
+        net = Branching()
+        forward, opt = case(wrap, net), torch.optim.SGD(net.parameters(), lr=0.1)
+        return net, lambda x: backward_and_step(forward(x).square().mean(), opt).item()
+
+    compiled: list[object] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        compiled.append(module)
+        return module.forward
+
+    wrap = functools.partial(dynamo, backend=backend)
+    (net, eager), (own, step) = training(as_it_is), training(wrap)
+    live = ws.compile(step, backend="eager")
+    for seed in range(4):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+        torch.manual_seed(seed)
+        wanted = eager(x)
+        torch.manual_seed(seed)
+        assert live(x) == wanted
+        assert all(map(torch.equal, own.parameters(), net.parameters()))
+    assert not compiled
+    assert wrap(lambda x: x + 1)(torch.ones(2)).tolist() == [2, 2]
+    assert compiled
