@@ -23,7 +23,6 @@ from wholestep.capture.guards.state_guards import hooks_of
 from wholestep.capture.python import tree_util
 from wholestep.capture.python.container_views import own_dict
 from wholestep.capture.python.snapshot import SCALARS, Snapshot
-from wholestep.capture.reach.module_hooks import GLOBAL_HOOKS
 from wholestep.capture.reach.reachability import find_reachable
 from wholestep.capture.reach.reachable import Reachable
 from wholestep.capture.reach.train_state import TrainState, collect, is_loose_parameter
@@ -135,7 +134,7 @@ def _containers(found: Reachable) -> Iterator[Snapshot]:
     """All that the walk has gone through, but what moves with each step of a scheduler."""
     moving = {id(vars(scheduler)) for _, scheduler in found.schedulers}
     yield from (one for one in found.snapshots if id(one.container) not in moving)
-    held: list[Any] = [*GLOBAL_HOOKS]
+    held: list[Any] = []
     for _, scheduler in found.schedulers:
         yield _as_it_is(vars(scheduler), ("optimizer", "_schedulers"))
     for _, opt in found.optimizers.values():

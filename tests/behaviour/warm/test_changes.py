@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import re
@@ -14,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import wholestep as ws
 import wholestep.api.compiled_step
@@ -178,3 +181,99 @@ def test_a_changed_variable_of_the_environment_is_named(
 def test_another_number_of_an_optimizer_is_another_step(caplog: pytest.LogCaptureFixture) -> None:
     run(train, scaled(0))
     assert "opt.scale was int 0, is int 5" in why_captured(lambda: run(train, scaled(5)), caplog)
+
+
+FACTOR = 2.0
+
+
+def doubled(original: Callable[..., Any], factor: float = 2.0) -> Callable[..., Any]:
+    """What people put in the place of a function of torch, with the name of that."""
+
+    @functools.wraps(original)
+    def function(*args: Any, **options: Any) -> Any:
+        return original(*args, **options) * factor
+
+    return function
+
+
+def by_a_global(original: Callable[..., Any]) -> Callable[..., Any]:
+    def function(*args: Any, **options: Any) -> Any:
+        return original(*args, **options) * FACTOR
+
+    return function
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "linear", "relu"])  # the first one is named in the step itself
+def test_a_function_in_the_place_of_torchs_is_named(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(backend="eager")
+    functional = nn.functional
+    monkeypatch.setattr(functional, name, doubled(getattr(functional, name)))
+    assert name in why_captured(lambda: run(backend="eager"), caplog)
+    run(backend="eager")
+    monkeypatch.setattr(functional, name, doubled(functional.__dict__[name].__wrapped__, 3.0))
+    assert name in why_captured(lambda: run(backend="eager"), caplog), "another closure"
+
+
+def test_a_global_that_such_a_function_reads_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(nn.functional, "linear", by_a_global(nn.functional.linear))
+    run(backend="eager")
+    monkeypatch.setattr(sys.modules[__name__], "FACTOR", 5.0)
+    assert "FACTOR was float 2.0, is float 5.0" in why_captured(lambda: run(backend="eager"), caplog)
+
+
+def test_a_method_in_the_place_of_torchs_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(backend="eager")
+    original = Tensor.backward
+    monkeypatch.setattr(Tensor, "backward", lambda loss, *args: original(loss * 2, *args))
+    assert "Tensor.backward" in why_captured(lambda: run(backend="eager"), caplog)
+
+
+def test_another_hook_of_all_modules_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    for factor, traces in ((2.0, 1), (2.0, 0), (3.0, 1)):
+        handle = register_module_forward_hook(functools.partial(scaled_output, factor))
+        try:
+            assert run(backend="eager").cache_info().traces == traces
+        finally:
+            handle.remove()
+
+
+def scaled_output(factor: float, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * factor
+
+
+def test_another_hook_in_the_place_of_one_for_all_modules_is_seen() -> None:
+    """Their number alone was compared."""
+    model = nn.Linear(4, 3)
+    step = ws.compile(lambda x: model(x).detach(), backend="eager")
+    for factor in (2.0, 3.0):
+        handle = register_module_forward_hook(functools.partial(scaled_output, factor))
+        try:
+            assert torch.equal(step(X), model(X))
+        finally:
+            handle.remove()
+
+
+def test_another_hook_of_all_optimizers_is_seen() -> None:
+    model, opt, x, y = things()
+    step = ws.compile(train, backend="eager")
+    for rate in (0.0, 1.0):
+        handle = register_optimizer_step_post_hook(functools.partial(set_first_weight, rate))
+        try:
+            step(model, opt, x, y)
+            assert model[0].weight[0, 0] == rate
+        finally:
+            handle.remove()
+
+
+@torch.no_grad()
+def set_first_weight(value: float, opt: torch.optim.Optimizer, args: Any, options: Any) -> None:
+    opt.param_groups[0]["params"][0][0, 0] = value
+
+
+X = torch.ones(2, 4)

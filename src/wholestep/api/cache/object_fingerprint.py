@@ -37,24 +37,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from wholestep.api.cache.code_text import digest_of_code, named_in_library, read_by_functions, shortened
 from wholestep.capture.functionalize.alias_checks import overlaps
 from wholestep.capture.functionalize.storage_resize import num_bytes
 from wholestep.capture.guards.size_guards import any_size
-from wholestep.capture.guards.state_guards import modes
 from wholestep.capture.guards.tensor_layout import describe, first_aliases
 from wholestep.capture.python.class_attributes import functions_in
-from wholestep.capture.python.code_owner import is_user_class
+from wholestep.capture.python.code_owner import Owner, is_user_class, owner_of_function
 from wholestep.capture.python.container_views import BUFFERS, ClassView, ContentView, SlotsView, slots
 from wholestep.capture.python.snapshot import SCALARS, Snapshot
-from wholestep.capture.reach.library_globals import belong_to_library
+from wholestep.capture.reach.library_globals import belong_to_library, is_users, put_in_libraries
+from wholestep.capture.reach.module_hooks import GLOBAL_HOOKS
 from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.scalars.rank_symbols import ranks
 from wholestep.capture.wrappers.fully_shard_hooks import is_bookkeeping, key_text, lies_in_state, state_text
+from wholestep.util.torch_switches import torch_modes
 
 Line = tuple[str, str]
 """One fact: its name and its value."""
 
-_MAX_TEXT = 200  # characters of a text that are kept as they are
 _MAX_OBJECTS = 200_000  # objects in one fingerprint
 
 _VALUES = (
@@ -75,8 +76,8 @@ _BUILT_IN = (
 )  # fmt: skip
 _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__) - {"training"}
 """Containers that have snapshots of their own."""
-_HOOK_TABLES = frozenset(name for name in _MODULE_ATTRIBUTES if "_hooks" in name)
-"""Those of them whose keys are numbers of hooks."""
+_HOOK_TABLES = frozenset(name for name in _MODULE_ATTRIBUTES if "_hooks" in name) | GLOBAL_HOOKS.keys()
+"""Those of them whose keys are numbers of hooks, and those for all modules."""
 
 _OPTIMIZER_ATTRIBUTES = frozenset({
     "state", "param_groups", "defaults", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_opt_called",
@@ -91,7 +92,7 @@ class NotComparable(Exception):
 
 def mode_lines() -> list[Line]:
     """The global switches of torch as they are now."""
-    return [(f"the mode {name}", str(value)) for name, value in modes()]
+    return [(f"the mode {name}", str(value)) for name, value in torch_modes()]
 
 
 def object_fingerprint(context: StepContext, options: Mapping[str, Any]) -> list[Line]:
@@ -114,6 +115,8 @@ def object_fingerprint(context: StepContext, options: Mapping[str, Any]) -> list
         covered = isinstance(snapshot.container, (ContentView, SlotsView)) or lies_in_state(snapshot.path)
         if not covered and snapshot.guard:
             lines += writer.snapshot(snapshot)
+    for where, thing in read_by_functions(put_in_libraries()):
+        lines.append((where, writer.described(where, thing)))
     return [*lines, *((name, writer.described(name, thing)) for name, thing in options.items())]
 
 
@@ -183,7 +186,12 @@ class _ObjectWriter:
             yield snapshot.path, self.described(snapshot.path, held)
             return
         if belong_to_library(snapshot.container):  # what else it has may be of this process: `os.environ`, caches
-            held = {key: item for key, item in held.items() if isinstance(item, SCALARS)}
+            for key, item in held.items():
+                if (told := named_in_library(item)) is not None:
+                    yield f"{snapshot.path}.{key}", told
+                elif isinstance(item, SCALARS) or is_users(item):
+                    yield f"{snapshot.path}.{key}", self.described(snapshot.path, item)
+            return
         is_class = isinstance(snapshot.container, ClassView)
         has_hooks = snapshot.path.rpartition(".")[2] in _HOOK_TABLES
         for key, item in held.items():
@@ -228,7 +236,7 @@ class _ObjectWriter:
         if isinstance(thing, enum.Enum):
             return f"{name} {thing.name}"
         if isinstance(thing, _VALUES):
-            return _shortened(f"{name} {thing!r}" if kind is not type(None) else "None")
+            return shortened(f"{name} {thing!r}" if kind is not type(None) else "None")
         if isinstance(thing, type):
             return f"class {thing.__module__}.{thing.__qualname__}"
         if isinstance(thing, types.ModuleType):
@@ -259,9 +267,9 @@ class _ObjectWriter:
         if isinstance(thing, (list, tuple, deque)):
             return self._sequence(thing)
         if isinstance(thing, (set, frozenset)):
-            return _shortened(str(sorted(self.text_of(one) for one in list(thing))))
+            return shortened(str(sorted(self.text_of(one) for one in list(thing))))
         if isinstance(thing, Mapping):
-            return _shortened(
+            return shortened(
                 f"{{{', '.join(f'{self.text_of(k)}: {self.text_of(v)}' for k, v in list(thing.items()))}}}"
             )
         if isinstance(thing, nn.Module):
@@ -295,7 +303,7 @@ class _ObjectWriter:
         return self._sequence([*(item for item in described if not _is_cached_hash(*item)), *held.items()])
 
     def _sequence(self, things: Iterable[Any]) -> str:
-        return _shortened(f"({', '.join(self.text_of(one) for one in list(things))})")
+        return shortened(f"({', '.join(self.text_of(one) for one in list(things))})")
 
     def _function(self, thing: Any) -> str:
         if isinstance(thing, functools.partial):
@@ -330,7 +338,9 @@ def _is_number(thing: Any) -> bool:
 
 
 def _is_of_torch(function: types.FunctionType) -> bool:
-    return (function.__module__ or "").partition(".")[0] in ("torch", "wholestep")
+    """Whether a function is torch's own. One that `functools.wraps` has given its name is not."""
+    named = (function.__module__ or "").partition(".")[0] in ("torch", "wholestep")
+    return named and owner_of_function(function) in (Owner.TORCH, Owner.OURS)
 
 
 def _has_content(cell: types.CellType) -> bool:
@@ -348,7 +358,7 @@ def _method(function: Any) -> str:
     defaults = (*(getattr(inner, "__defaults__", None) or ()), *(getattr(inner, "__kwdefaults__", None) or {}).values())
     seen = [one for one in defaults if isinstance(one, _VALUES)]
     name = f"{getattr(inner, '__module__', '')}.{getattr(inner, '__qualname__', '')}"
-    return _shortened(f"{name} {' '.join(map(digest_of_code, codes))} {seen!r}")
+    return shortened(f"{name} {' '.join(map(digest_of_code, codes))} {seen!r}")
 
 
 def _tensor(tensor: torch.Tensor, moving: Collection[int] = ()) -> str:
@@ -369,30 +379,3 @@ def _array(array: np.ndarray[Any, Any]) -> str:
         raise NotComparable("an array of Python objects")
     content = hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
     return f"{array.dtype} {array.shape} {content}"
-
-
-def _shortened(text: str) -> str:
-    """A text; one that is too long to read ends in a digest."""
-    if len(text) <= _MAX_TEXT:
-        return text
-    return f"{text[: _MAX_TEXT // 2]}... {hashlib.sha256(text.encode(errors='backslashreplace')).hexdigest()}"
-
-
-@functools.cache
-def digest_of_code(code: types.CodeType) -> str:
-    """A digest of what a code object does, not of its place: the same for the same source in every process."""
-    made = hashlib.sha256()
-    facts = (code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, code.co_flags,
-             code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_exceptiontable)  # fmt: skip
-    made.update(repr(facts).encode())
-    for const in code.co_consts:
-        made.update((digest_of_code(const) if isinstance(const, types.CodeType) else _constant(const)).encode())
-    return made.hexdigest()[:20]
-
-
-def _constant(const: Any) -> str:
-    if isinstance(const, frozenset):
-        return f"frozenset {sorted(map(_constant, const))}"
-    if isinstance(const, tuple):
-        return f"({', '.join(map(_constant, const))})"
-    return f"{type(const).__name__} {const!r}"

@@ -23,7 +23,6 @@ from wholestep.capture.guards.value_guards import (
 )
 from wholestep.capture.python import code_names
 from wholestep.capture.python.snapshot import Snapshot
-from wholestep.capture.reach.module_hooks import GLOBAL_HOOKS
 from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.reach.traced_inputs import (
     ArgumentSource,
@@ -38,7 +37,9 @@ from wholestep.capture.scalars.rank_symbols import ranks
 from wholestep.capture.sizes.size_symbols import SizeEnv
 from wholestep.ir.dtensor.layouts import DTensorLayout
 from wholestep.ir.dtensor.shards import is_dtensor
+from wholestep.ir.lazy_graph_module import function_of
 from wholestep.ir.program import InputKind
+from wholestep.util.torch_switches import torch_modes
 
 
 def make_guards(spec: BindingSpec, context: StepContext, sizes: SizeEnv | None = None) -> Guards:
@@ -50,7 +51,7 @@ def make_guards(spec: BindingSpec, context: StepContext, sizes: SizeEnv | None =
     return Guards(
         arguments=_argument_guards(context, spec, slots),
         state=(
-            state_guards.ModeGuard(state_guards.modes(), first_hooks=len(containers.snapshots)),
+            state_guards.ModeGuard(torch_modes()),
             containers,
             state_guards.HookGuard(tuple((slot, state_guards.hooks_of(slot.tensor)) for slot in params)),
             state_guards.LayoutGuard(tuple((slot, describe(slot.tensor)) for slot in slots)),
@@ -189,7 +190,6 @@ def _fast_path(
     described = [any_size(describe(leaf), context.moving.get(id(leaf), ())) if data else leaf for leaf, data in pairs]
     aliases, any_of_type = first_aliases(leaves, is_data), (*_number_inputs(context), *spec.reads.opaque_leaves)
     containers = [pair for one in guard.snapshots if (pair := fast_guards.guardable(one)) is not None]
-    containers += [(hooks, None) for hooks in GLOBAL_HOOKS]
     return fast_guards.FastPath(
         partial(fast_guards.state_guard, tensors, wanted, containers),
         partial(
@@ -228,7 +228,7 @@ def _branch_guard(spec: BindingSpec, context: StepContext) -> BranchGuard:
             case RankSource(number):
                 sources[name] = partial(int, groups[number].number)
     used = tuple(sources[node.name] for node in module.graph.find_nodes(op="placeholder"))
-    return BranchGuard(module.forward, used, tuple(truths), tuple(lines))
+    return BranchGuard(function_of(module), used, tuple(truths), tuple(lines))
 
 
 def _optimizer_snapshots(spec: BindingSpec, context: StepContext) -> list[Snapshot]:

@@ -13,32 +13,22 @@ from wholestep.capture.guards.fast_guards import MODES, TENSORS, VERSIONED
 from wholestep.capture.guards.guards import Call, Guard
 from wholestep.capture.guards.tensor_layout import describe, difference, short_text
 from wholestep.capture.python.snapshot import Snapshot, same
-from wholestep.capture.reach.module_hooks import GLOBAL_HOOKS
 from wholestep.capture.reach.train_state import Slot
 from wholestep.capture.scalars.varying_numbers import VaryingValue, identity, scalar_location
 from wholestep.util.torch_switches import torch_modes
 
 
-def modes() -> tuple[tuple[str, Any], ...]:
+@dataclass(frozen=True, slots=True)
+class ModeGuard(Guard):
     """Global switches of torch that change what a trace means.
 
     `Modes` of `capture/native/state_guard.h` notices that one has changed: one that is not there, too, goes unseen.
     """
-    return (*torch_modes(), ("number of global module hooks", sum(map(len, GLOBAL_HOOKS))))
-
-
-@dataclass(frozen=True, slots=True)
-class ModeGuard(Guard):
-    """Global switches of torch."""
 
     modes: tuple[tuple[str, Any], ...]
-    first_hooks: int
-    """From this number on the containers in `Call.changed` are dicts of hooks that run on every module."""
 
     def why_not(self, call: Call) -> str | None:
-        if MODES not in call.changed and max(call.changed, default=0) < self.first_hooks:
-            return None
-        if self.modes == (now := modes()):
+        if MODES not in call.changed or self.modes == (now := torch_modes()):
             return None
         return "; ".join(f"{a[0]} was {a[1]}, is {b[1]}" for a, b in zip(self.modes, now, strict=True) if a != b)
 

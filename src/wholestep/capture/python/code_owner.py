@@ -75,9 +75,13 @@ def owner_of_class(kind: type) -> Owner:
 
 def is_user_code(function: types.FunctionType) -> bool:
     """Whether the function is the user's own: not of torch, not of an installed library."""
+    return owner_of_function(function) in (Owner.USER, Owner.PYTHON)
+
+
+def owner_of_function(function: types.FunctionType) -> Owner:
+    """Whose a function is. Text that was compiled has no file: it is whose the module is in which it was."""
     file = function.__code__.co_filename
-    owner = owner_of_module(function.__module__ or "") if file.startswith("<") else owner_of_file(file)
-    return owner in (Owner.USER, Owner.PYTHON)
+    return owner_of_module(function.__module__ or "") if file.startswith("<") else owner_of_file(file)
 
 
 def is_user_class(kind: type) -> bool:

@@ -1,7 +1,9 @@
-"""Globals of installed packages: what the user's code reads there, and plain values that their functions read."""
+"""Globals of installed packages: what the user's code reads there, plain values that their functions read, and what the
+user has put in the place of theirs."""
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from collections import deque
@@ -9,17 +11,27 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from wholestep.capture.python import code_names
-from wholestep.capture.python.code_owner import Owner, owner_of_file
+from wholestep.capture.python.class_attributes import functions_in
+from wholestep.capture.python.code_owner import (
+    Owner,
+    is_user_class,
+    is_writable,
+    owner_of_file,
+    owner_of_function,
+)
 from wholestep.capture.python.snapshot import SCALARS
 
 _LOOKED_AT = (dict, list, set, deque, types.FunctionType)
 
 
 def things_named(library: types.ModuleType, names: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """Functions and containers of a package with one of these names: ``library.SETTINGS["scale"] = 2``."""
-    if owner_of_file(getattr(library, "__file__", None) or "") is Owner.INSTALLED:
-        held = vars(library)
-        yield from ((key, held[key]) for key in sorted(names & held.keys()) if isinstance(held[key], _LOOKED_AT))
+    """Functions and containers of a package with one of these names: ``library.SETTINGS["scale"] = 2``; and, of any
+    module, what is the user's: ``functional.gelu = quick_gelu``."""
+    held = vars(library)
+    is_installed = owner_of_file(held.get("__file__") or "") is Owner.INSTALLED
+    for key in sorted(names & held.keys()):
+        if (is_installed and isinstance(held[key], _LOOKED_AT)) or is_users(held[key]):
+            yield key, held[key]
 
 
 def belong_to_library(container: Any) -> bool:
@@ -40,3 +52,47 @@ def numbers_read(function: types.FunctionType) -> tuple[str, ...]:
     return tuple(
         sorted(one for one in read & held.keys() if isinstance(held[one], SCALARS) and not one.startswith("__"))
     )
+
+
+def put_in_libraries() -> Iterator[tuple[str, Any]]:
+    """What code of the user's has put in the place of functions and methods of libraries, with its path:
+    ``torch.nn.functional.gelu = quick_gelu``. Libraries call it, and no walk comes to it.
+    """
+    for name, module in sorted(sys.modules.copy().items()):
+        for key, item in vars(module).copy().items() if _is_library(module) else ():
+            if is_users(item):
+                yield f"{name}.{key}", item
+            elif issubclass(type(item), type) and item.__module__ == name:
+                for attribute, held in vars(item).copy().items():
+                    if type(held) in _METHODS and any(map(is_users, functions_in(held))):
+                        yield f"{name}.{key}.{attribute}", held
+
+
+_METHODS = frozenset({types.FunctionType, staticmethod, classmethod, property})
+
+
+def _is_library(module: Any) -> bool:
+    file = module.__dict__.get("__file__") if isinstance(module, types.ModuleType) else None
+    return isinstance(file, str) and owner_of_file(file) in (Owner.TORCH, Owner.INSTALLED, Owner.NUMPY)
+
+
+def is_users(item: Any) -> bool:
+    """Whether something to call, or a class, is of the user's code."""
+    kind: Any = type(item)  # `isinstance` asks an object for its class, of which some of torch's warn
+    if kind is types.FunctionType:
+        return (
+            owner_of_function(item) is Owner.USER and item.__module__ in sys.modules
+        )  # or it was made: a named tuple's
+    if issubclass(kind, type):
+        return is_writable(item) and is_user_class(item)
+    if issubclass(kind, functools.partial):
+        return is_users(item.func)
+    if issubclass(kind, types.MethodType):
+        return is_users(item.__func__) or is_users(item.__self__)
+    return _is_callable_of_user(kind)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_callable_of_user(kind: type) -> bool:
+    is_python = isinstance(vars(kind).get("__module__"), str) and is_writable(kind)
+    return is_python and is_user_class(kind) and any("__call__" in vars(base) for base in kind.__mro__)

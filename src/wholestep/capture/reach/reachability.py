@@ -325,6 +325,12 @@ class Walker:
         for hook in (hooks or {}).values():
             self.visit(name, hook, depth + 1)
 
+    def visit_global_hooks(self) -> None:
+        """Walks to the hooks of all modules and optimizers."""
+        for name, hooks in module_hooks.GLOBAL_HOOKS.items():
+            self._watch(hooks, f"torch.{name}", None)
+            self.visit_hooks(f"torch.{name}", hooks)
+
     def _cell(self, key: str, cell: types.CellType, depth: int) -> None:
         view = CellView(cell, key)
         self._watch(view, "closure", (key,))
@@ -390,6 +396,5 @@ def find_reachable(
         for kind in tree_util.classes(arg):
             walker.visit(kind.__name__, kind)
     walker.visit(getattr(step, "__name__", "step"), step)
-    for hooks in module_hooks.GLOBAL_HOOKS:
-        walker.visit_hooks("hook of every module", hooks)
+    walker.visit_global_hooks()
     return walker.finish()

@@ -183,6 +183,16 @@ def states(opt: Optimizer) -> list[tuple[torch.Tensor, dict[Any, Any]]]:
     return [(key, held) for key, held in opt.state.items() if isinstance(key, torch.Tensor) and isinstance(held, dict)]
 
 
+def _lists_of_state(kind: type) -> int | None:
+    """How many lists ``_init_group`` of an optimizer fills: as many as the first class says that takes no ``*args``."""
+    for base in kind.__mro__:
+        if "_init_group" in vars(base):
+            parameters = inspect.signature(vars(base)["_init_group"]).parameters.values()
+            if all(one.kind is not inspect.Parameter.VAR_POSITIONAL for one in parameters):
+                return len(parameters) - 2
+    return None
+
+
 CutState = Callable[[torch.Tensor, dict[Any, Any]], None]
 """Cuts the optimizer state of a parameter, in place, where a strategy shards it and not the parameter."""
 
@@ -201,11 +211,11 @@ class LazyState:
         self._cut = cut
         for name, opt in optimizers:
             _refuse_optimizer(name, opt)
-            if hasattr(opt, "_init_group"):
+            if (num_lists := _lists_of_state(type(opt))) is not None:
                 with torch.device("cpu"):  # counters belong there, whatever the default device
-                    self._create(opt)
+                    self._create(opt, num_lists)
 
-    def _create(self, opt: Optimizer) -> None:
+    def _create(self, opt: Optimizer, num_lists: int) -> None:
         params = [param for group in opt.param_groups for param in group["params"]]
         moved = [p for p in params if p.requires_grad or p.grad is not None]  # a frozen one is updated by what it has
         fresh = [p for p in moved if not opt.state.get(p)]
@@ -217,7 +227,7 @@ class LazyState:
             for param in fresh:
                 param.grad = _zeros_without_memory(param)
             for group in opt.param_groups:
-                self._create_group(opt, group, fresh)
+                self._create_group(opt, group, num_lists, fresh)
         finally:
             for param, grad in [*saved, *others]:
                 param.grad = grad
@@ -227,11 +237,10 @@ class LazyState:
             else:
                 opt.state.pop(param, None)
 
-    def _create_group(self, opt: Optimizer, group: dict[str, Any], fresh: list[torch.Tensor]) -> None:
-        count = len(inspect.signature(opt._init_group).parameters) - 1  # type: ignore[attr-defined]
+    def _create_group(self, opt: Optimizer, group: dict[str, Any], num_lists: int, fresh: list[torch.Tensor]) -> None:
         known = {id(one) for one in fresh}
         for few in [group] if self._cut is None else [{**group, "params": [one]} for one in group["params"]]:
-            opt._init_group(few, *([] for _ in range(count)))  # type: ignore[attr-defined]
+            opt._init_group(few, *([] for _ in range(num_lists)))  # type: ignore[attr-defined]
             if isinstance(opt, SGD):
                 self._create_momentum(opt, few, fresh)
             for param in few["params"]:

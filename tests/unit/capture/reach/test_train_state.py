@@ -318,3 +318,18 @@ def test_the_step_sees_the_state_that_it_would_have_made(
         assert str(step(X)) == str(wanted(X))
         assert [len(one) for one in opt.state.values()] == [len(one) for one in other.state.values()]
     assert all(map(torch.equal, model.parameters(), twin.parameters()))
+
+
+class WithoutNames(torch.optim.AdamW):
+    """Passes on whatever it is given."""
+
+    def _init_group(self, *args: Any, **options: Any) -> Any:
+        return super()._init_group(*args, **options)
+
+
+def test_state_is_made_by_a_class_that_names_no_lists() -> None:
+    """An error of ours came of it, in the place of a step."""
+    model = nn.Linear(4, 2)
+    opt = WithoutNames(model.parameters())
+    captured(train, model, opt, X)
+    assert set(opt.state[model.weight]) == {"step", "exp_avg", "exp_avg_sq"}
