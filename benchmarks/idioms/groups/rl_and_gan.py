@@ -186,6 +186,39 @@ def generative_adversarial_network() -> Loop:
     return loop(step, arguments, make=make, judge=judge, make_opt=make_opt, judge_opt=judge_opt)
 
 
+def frozen_by_turns(meter):
+    """Each network is frozen while the other one trains, and the critic until the next call, too."""
+    make, judge, make_opt, judge_opt = generator_and_critic()
+
+    def step(real, noise):
+        fake = make(noise)
+        judge.requires_grad_(True)
+        judged = update(F.softplus(judge(fake.detach())).mean() + F.softplus(-judge(real)).mean(), judge_opt)
+        for param in judge.parameters():
+            param.requires_grad = False
+        made = update(F.softplus(-judge(fake)).mean(), make_opt)
+        if meter is not None:
+            meter.append((judged.item(), made.item()))
+        return judged, made
+
+    def arguments(call):
+        return *features(call), torch.randn(5, 4, generator=generator(call))
+
+    return loop(step, arguments, make=make, judge=judge, make_opt=make_opt, judge_opt=judge_opt, meter=meter)
+
+
+@idiom()
+def critic_frozen_by_turns() -> Loop:
+    """pix2pix: `set_requires_grad(critic, False)` while the generator trains."""
+    return frozen_by_turns(None)
+
+
+@idiom()
+def critic_frozen_by_turns_with_a_meter() -> Loop:
+    """The same, with both losses read for a meter."""
+    return frozen_by_turns([])
+
+
 @idiom()
 def wasserstein_critic() -> Loop:
     """The critic in every call with `p.data.clamp_`, the generator in every third, losses as numbers."""
