@@ -204,7 +204,8 @@ def frozen_by_turns(meter):
     def arguments(call):
         return *features(call), torch.randn(5, 4, generator=generator(call))
 
-    return loop(step, arguments, make=make, judge=judge, make_opt=make_opt, judge_opt=judge_opt, meter=meter)
+    objects = {} if meter is None else {"meter": meter}
+    return loop(step, arguments, make=make, judge=judge, make_opt=make_opt, judge_opt=judge_opt, **objects)
 
 
 @idiom()
