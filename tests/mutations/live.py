@@ -699,7 +699,7 @@ LIVE_MUTATIONS = (
         file="live/pieces/pending_calls.py",
         old="        with self.tensors.flags.before(spec.span[0]):",
         new="        with self.tensors.flags.before(len(self.records)):",
-        tests=(f"{LATE}::test_what_is_frozen_in_turn_is_so_in_a_graph",),
+        tests=(f"{LATE}::test_what_is_frozen_at_the_end_was_trained_before",),
     ),
     Mutation(
         name="flags_set_late",
@@ -707,7 +707,7 @@ LIVE_MUTATIONS = (
         file="live/run.py",
         old="        if record.freezes:",
         new="        if False:",
-        tests=(f"{LATE}::test_what_moves_in_one_place",),
+        tests=(f"{LATE}::test_what_is_frozen_at_the_end_was_trained_before",),
     ),
     Mutation(
         name="replayed_with_later_flags",
@@ -715,7 +715,7 @@ LIVE_MUTATIONS = (
         file="live/pieces/recorded_calls.py",
         old="        with self.tensors.flags.before(numbers.start):",
         new="        if True:",
-        tests=(f"{LATE}::test_what_moves_in_one_place", f"{LATE}::test_what_is_frozen_in_turn_is_replayed"),
+        tests=(f"{LATE}::test_what_is_frozen_at_the_end_was_trained_before",),
     ),
     Mutation(
         name="kinds_of_state_not_looked_at",

@@ -141,6 +141,22 @@ def in_turn(training: Training, changed: Callable[[Tensor], Tensor] = lambda los
     return step
 
 
+@pytest.mark.parametrize("goes_another_way", [False, True])
+def test_what_is_frozen_at_the_end_was_trained_before(goes_another_way: bool) -> None:
+    """Python sees the flag at once. The calls before it run later, as a piece or one by one, with the one they had."""
+
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> Tensor:
+            loss = training.update(training.model(x).square().mean())
+            training.model.first.requires_grad_(False)
+            training.notes.append(training.model.first.weight.requires_grad)
+            return (loss * 2 if goes_another_way and len(training.notes) == 4 else loss).detach()
+
+        return step
+
+    train_both(make, between=lambda training, call: training.model.first.requires_grad_(True))
+
+
 def test_what_is_frozen_in_turn_is_one_piece() -> None:
     live = train_both(in_turn)
     lengths = [one.spec.span[1] - one.spec.span[0] for one in live.pieces]
