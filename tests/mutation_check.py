@@ -237,7 +237,7 @@ MUTATIONS = (
         name="flags_not_set",
         what="a parameter that a step freezes takes gradients after it",
         file="capture/bind/bind.py",
-        old="        if spec.thawed:",
+        old="        if spec.requires_grad:",
         new="        if False:",
         tests=(f"{STEPS}[frozen_from_the_first_step_on]",),
     ),

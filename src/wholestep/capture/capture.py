@@ -282,7 +282,7 @@ class _Attempt:
                 if one in trace.forwards
             ),
             stepped_optimizers=tuple(number for number, opt in stepped if id(opt) in trace.stepped_optimizers),
-            thawed=recorded.thawed,
+            requires_grad=recorded.requires_grad,
             kept_graph="" if recorded.kept_graph is None else str(list(recorded.kept_graph.shape)),
             reads=reads,
         )
@@ -325,7 +325,7 @@ def _outline(trace: Trace) -> _Outline:
     return _Outline(
         trace.module.code, recorded.result_spec,
         leaves=tuple(one if isinstance(one, SCALARS) else type(one) for one in recorded.results),
-        effects=(recorded.grads, recorded.new_state, recorded.thawed),
+        effects=(recorded.grads, recorded.new_state, recorded.requires_grad),
     )  # fmt: skip
 
 

@@ -127,8 +127,8 @@ class _Live:
         if made := [one for one in spec.outputs if isinstance(one, StateSink)]:
             entries = tuple((one.address.holder(self._state), one.address.key) for one in made)
             yield effects.SetOptimizerState(entries, len(spec.outputs) - len(made))
-        if spec.thawed:
-            yield effects.SetRequiresGrad(tuple((self._slots[slot].tensor, flag) for slot, flag in spec.thawed))
+        if spec.requires_grad:
+            yield effects.SetRequiresGrad(tuple((self._slots[slot].tensor, flag) for slot, flag in spec.requires_grad))
         wrappers = [wrapper for _, wrapper in self._context.reachable.wrappers.values()]
         for number, is_awaited in spec.forwards:
             if ddp.changes_note(wrappers[number], is_awaited):

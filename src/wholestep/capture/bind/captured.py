@@ -115,7 +115,7 @@ class BindingSpec:
     """Numbers of the DistributedDataParallel whose forwards ran, with whether a reduction follows the last one."""
     stepped_optimizers: tuple[int, ...]
     """Those that the step steps, by number: schedulers look at that before they warn."""
-    thawed: tuple[tuple[int, bool], ...]
+    requires_grad: tuple[tuple[int, bool], ...]
     """Slots of the state whose ``requires_grad`` the step leaves changed, with what it is then."""
     kept_graph: str
     """The shape of a result through whose graph of autograd a backward could still go; empty if there is none."""

@@ -31,9 +31,11 @@ class TensorFlags:
         self._needs_grad = [(number, one, one.requires_grad) for number, one in tensors if is_leaf(one)]
         self._hooks = [(slot, key, _items(slot.tensor, key)) for slot in slots for key in _HOOKS]
 
-    def thawed(self) -> tuple[tuple[int, bool], ...]:
-        """In the trace, at its end: the slots that take gradients now and did not, or the other way round."""
-        return tuple((number, not then) for number, one, then in self._needs_grad if one.requires_grad is not then)
+    def changed(self) -> tuple[tuple[int, bool], ...]:
+        """In the trace, at its end: the slots whose ``requires_grad`` is another one, with what it is. A buffer
+        that has come into a graph, since a loss was written to it, takes gradients by that and is not among them."""
+        leaves = ((number, one, then) for number, one, then in self._needs_grad if is_leaf(one))
+        return tuple((number, not then) for number, one, then in leaves if one.requires_grad is not then)
 
     def check_hooks(self) -> None:
         """In the trace, at its end: raises CaptureError for hooks that are others."""

@@ -72,7 +72,7 @@ class _Recorded:
     """Symbols of host scalars, and their values at this call."""
     kept_graph: torch.Tensor | None
     """A result through whose graph a backward could still go."""
-    thawed: tuple[tuple[int, bool], ...]
+    requires_grad: tuple[tuple[int, bool], ...]
     """Slots of the state that take gradients at the end and did not (True), or the other way round (False)."""
     versions: list[int]
     """Inputs whose version counter the step sets, in the order of the graph's last results."""
@@ -292,7 +292,7 @@ class Tracer:
                 result_spec=spec,
                 results=[leaf if is_held else None for leaf, is_held in zip(leaves, held, strict=True)],
                 grads=list(new_grads), kept_grads=kept_grads,
-                new_state=[where for where, _ in created], versions=versions, thawed=flags.thawed(),
+                new_state=[where for where, _ in created], versions=versions, requires_grad=flags.changed(),
                 layouts=tensor_parallel.layouts(made, self._shown.values()),
                 numbers=host.symbols(), predicates=predicate_graph(host), kept_graph=_kept_graph(outputs),
             )

@@ -285,7 +285,7 @@ def _why_open(module: nn.Module, captured: Captured) -> str:
     spec, graph_outputs = captured.spec, captured.spec.outputs
     if not captured.settled:
         return "it writes to objects of Python"
-    if spec.thawed:
+    if spec.requires_grad:
         return "it freezes parameters, or thaws them"
     if spec.stepped_optimizers:
         return "it steps an optimizer"

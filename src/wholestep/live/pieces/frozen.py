@@ -20,6 +20,8 @@ class FlagChanges:
     def __init__(self) -> None:
         self._changes: list[tuple[int, torch.Tensor, bool]] = []
         """The number of the record, the parameter, and what it had before."""
+        self._first: dict[int, bool] = {}
+        """By id, what each of these parameters had when the run began: asked for every operand."""
 
     def set(self, number: int, param: torch.Tensor, act: Callable[[], object]) -> None:
         """Runs what the record with this number does, which sets what a parameter has."""
@@ -31,12 +33,13 @@ class FlagChanges:
         """The record with this number has set what a parameter has."""
         if param.requires_grad is not before:
             self._changes.append((number, param, before))
+            self._first.setdefault(id(param), before)
 
     def kind_at_first(self, tensor: torch.Tensor) -> StateKind:
         """What a tensor was when the run began, as far as it is known of the state."""
         kind = StateKind.of(tensor)
-        first = next((before for _, param, before in self._changes if param is tensor), kind.requires_grad)
-        return kind._replace(requires_grad=first)
+        first = self._first.get(id(tensor), kind.requires_grad)
+        return kind if first is kind.requires_grad else kind._replace(requires_grad=first)
 
     @contextmanager
     def before(self, number: int) -> Iterator[None]:
