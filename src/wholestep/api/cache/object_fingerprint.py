@@ -38,6 +38,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from wholestep.api.cache.code_text import digest_of_code, named_in_library, read_by_functions, shortened
+from wholestep.api.cache.put_in_libraries import put_in_libraries
 from wholestep.capture.functionalize.alias_checks import overlaps
 from wholestep.capture.functionalize.storage_resize import num_bytes
 from wholestep.capture.guards.size_guards import any_size
@@ -46,7 +47,7 @@ from wholestep.capture.python.class_attributes import functions_in
 from wholestep.capture.python.code_owner import Owner, is_user_class, owner_of_function
 from wholestep.capture.python.container_views import BUFFERS, ClassView, ContentView, SlotsView, slots
 from wholestep.capture.python.snapshot import SCALARS, Snapshot
-from wholestep.capture.reach.library_globals import belong_to_library, is_users, put_in_libraries
+from wholestep.capture.reach.library_globals import belong_to_library, is_users
 from wholestep.capture.reach.module_hooks import GLOBAL_HOOKS
 from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.scalars.rank_symbols import ranks

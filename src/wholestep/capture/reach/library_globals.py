@@ -1,5 +1,5 @@
-"""Globals of installed packages: what the user's code reads there, plain values that their functions read, and what the
-user has put in the place of theirs."""
+"""Globals of installed packages: what the user's code reads there, plain values that their functions read, and whether
+something in them is the user's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from wholestep.capture.python import code_names
-from wholestep.capture.python.class_attributes import functions_in
 from wholestep.capture.python.code_owner import (
     Owner,
     is_user_class,
@@ -52,28 +51,6 @@ def numbers_read(function: types.FunctionType) -> tuple[str, ...]:
     return tuple(
         sorted(one for one in read & held.keys() if isinstance(held[one], SCALARS) and not one.startswith("__"))
     )
-
-
-def put_in_libraries() -> Iterator[tuple[str, Any]]:
-    """What code of the user's has put in the place of functions and methods of libraries, with its path:
-    ``torch.nn.functional.gelu = quick_gelu``. Libraries call it, and no walk comes to it.
-    """
-    for name, module in sorted(sys.modules.copy().items()):
-        for key, item in vars(module).copy().items() if _is_library(module) else ():
-            if is_users(item):
-                yield f"{name}.{key}", item
-            elif issubclass(type(item), type) and item.__module__ == name:
-                for attribute, held in vars(item).copy().items():
-                    if type(held) in _METHODS and any(map(is_users, functions_in(held))):
-                        yield f"{name}.{key}.{attribute}", held
-
-
-_METHODS = frozenset({types.FunctionType, staticmethod, classmethod, property})
-
-
-def _is_library(module: Any) -> bool:
-    file = module.__dict__.get("__file__") if isinstance(module, types.ModuleType) else None
-    return isinstance(file, str) and owner_of_file(file) in (Owner.TORCH, Owner.INSTALLED, Owner.NUMPY)
 
 
 def is_users(item: Any) -> bool:
