@@ -248,6 +248,10 @@ DOORS: dict[str, dict[str, str]] = {
         "torch._C._is_any_autocast_enabled": "autocast of all devices, asked at every call",
         "torch._C._len_torch_dispatch_stack": "whether a dispatch mode of the user's looks at every operator",
     },
+    "util/torch_switches.py": {
+        "torch.nn.utils.parametrize._cache": "parametrized weights that torch keeps, which are none of a late call",
+        "torch.nn.utils.parametrize._cache_enabled": "whether it keeps them",
+    },
     "live/recording/observer.py": {
         "torch.utils._python_dispatch": "the mode in which the operators of a call are seen"
     },

@@ -58,7 +58,7 @@ from wholestep.ir.dtensor.layouts import local_tensor
 from wholestep.ir.program import InputKind, Program
 from wholestep.ir.sizes import is_data
 from wholestep.ir.verifier import verify
-from wholestep.util.torch_switches import looks_for_nan
+from wholestep.util.torch_switches import keeps_parametrized_weights, looks_for_nan
 
 log = logging.getLogger("wholestep.capture")
 
@@ -125,6 +125,7 @@ def capture(
         ConfigError: for modules that are wrapped in their own communication.
     """
     _refuse_anomaly_detection()
+    _refuse_kept_weights()
     trace = partial(_trace_once, partial(StepContext, step, args, kwargs, varying=varying, cut_state=cut_state), step)
     observed: _Attributes = frozenset()
     read: frozenset[int] = frozenset()
@@ -154,6 +155,14 @@ def _refuse_anomaly_detection() -> None:
             "Detection of anomalies is on (torch.autograd.set_detect_anomaly), which looks at the values of all "
             "gradients. A step that becomes one graph cannot: call it without wholestep while you look for nan, or "
             "turn the detection off."
+        )
+
+
+def _refuse_kept_weights() -> None:
+    if keeps_parametrized_weights():
+        raise CaptureError(
+            "The step is called inside of parametrize.cached(), where torch keeps parametrized weights from call to "
+            "call. A graph would neither use those nor leave any. Open it in the step."
         )
 
 

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
 
 
 def looks_for_nan() -> bool:
     """Whether autograd looks at the values of all gradients."""
     return torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+
+
+def keeps_parametrized_weights() -> bool:
+    """Whether a parametrized weight is computed once, for all calls of its module (``parametrize.cached()``)."""
+    return bool(parametrize._cache_enabled)
+
+
+@contextmanager
+def parametrized_weights_anew() -> Iterator[None]:
+    """While open, each call of a module computes its parametrized weights; then those that were kept are so again."""
+    enabled, kept = parametrize._cache_enabled, parametrize._cache
+    parametrize._cache_enabled, parametrize._cache = 0, {}
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled, parametrize._cache = enabled, kept
 
 
 def torch_modes() -> tuple[tuple[str, Any], ...]:
@@ -20,6 +39,7 @@ def torch_modes() -> tuple[tuple[str, Any], ...]:
         ("autocast on CPU", torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")),
         ("autocast on CUDA", torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")),
         ("autocast's cache of weights", torch.is_autocast_cache_enabled()),
+        ("cache of parametrized weights", keeps_parametrized_weights()),
         ("detection of anomalies", looks_for_nan()),
         ("deterministic algorithms", torch.are_deterministic_algorithms_enabled()),
         ("default dtype", torch.get_default_dtype()),

@@ -41,6 +41,21 @@ struct Switches {
   bool operator==(const Switches&) const = default;
 };
 
+// Whether torch keeps parametrized weights from call to call, a global of Python (`parametrize.cached()`).
+inline bool keeps_parametrized_weights() {
+  static PyObject* const globals = [] {
+    PyObject* module = PyImport_ImportModule("torch.nn.utils.parametrize");  // never given back
+    if (module == nullptr) {
+      PyErr_Clear();
+      throw std::runtime_error("torch.nn.utils.parametrize cannot be imported");
+    }
+    return PyModule_GetDict(module);
+  }();
+  static PyObject* const name = PyUnicode_InternFromString("_cache_enabled");
+  PyObject* value = PyDict_GetItemWithError(globals, name);
+  return value != nullptr && PyObject_IsTrue(value) == 1;
+}
+
 struct Modes {
   bool grad = c10::GradMode::is_enabled(), inference = c10::InferenceMode::is_enabled();
   bool autocast_cpu = at::autocast::is_autocast_enabled(at::kCPU);
@@ -49,6 +64,7 @@ struct Modes {
   at::ScalarType autocast_cuda_dtype = at::autocast::get_autocast_dtype(at::kCUDA);
   bool autocast_cache = at::autocast::is_autocast_cache_enabled();
   bool looks_for_nan = torch::autograd::AnomalyMode::is_enabled() && torch::autograd::AnomalyMode::should_check_nan();
+  bool keeps_parametrized = keeps_parametrized_weights();
   bool deterministic = at::globalContext().deterministicAlgorithms();
   at::ScalarType default_dtype = c10::get_default_dtype_as_scalartype();
   // A default device, by call or by context, is a mode on the stack of function modes.

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import wholestep as ws
 from wholestep.capture.guards.state_guards import ContainerGuard
@@ -372,6 +373,7 @@ MODES: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
     "cache": (uncached, "autocast's cache of weights was True, is False"),
     "anomalies": (torch.autograd.detect_anomaly, "detection of anomalies was False, is True"),
     "tracebacks": (lambda: torch.autograd.detect_anomaly(check_nan=False), ""),
+    "weights": (parametrize.cached, "cache of parametrized weights was False, is True"),
     "device": (lambda: torch.device("meta"), "default device was cpu, is meta"),
 }
 
