@@ -31,8 +31,8 @@ from wholestep.capture.python.user_frame import current_line
 from wholestep.capture.reach.train_state import TrainState
 from wholestep.capture.tracing.backward_engine import Engine, backward_replaced
 from wholestep.capture.wrappers import ddp
-from wholestep.capture.wrappers.fully_shard_hooks import before_forwards, gathered_stay, reduced_alike
-from wholestep.capture.wrappers.fully_shard_settings import gathered_leaves, settle, sharded_modules
+from wholestep.capture.wrappers.fully_shard_hooks import before_forwards, drop_gathered, gathered_stay, reduced_alike
+from wholestep.capture.wrappers.fully_shard_settings import again_through, gathered_leaves, settle, sharded_modules
 from wholestep.config import DDP, FSDP, CastCompress, Strategy
 from wholestep.errors import CaptureError, RankMismatchError
 from wholestep.ir.dtensor.shards import is_sharded
@@ -210,14 +210,13 @@ class Peers:
 
     @contextmanager
     def reducing(self) -> Iterator[None]:
-        """While open, gradients that a backward of this thread leaves are reduced.
-
-        Ranks meet before a forward that gathers parameters, too.
-        """
+        """While open, gradients that a backward of this thread leaves are reduced; ranks meet before forwards, too."""
         with ExitStack() as stack:
             stack.enter_context(backward_replaced(self._reducing_backward))
             if isinstance(self.strategy, FSDP):
                 stack.enter_context(before_forwards(self._meet_before_forward))
+            # What is gathered is old after an update: an evaluation between calls would compute with it.
+            stack.callback(lambda: drop_gathered(sharded_modules(self._roots if self._stay_gathered else ())))
             yield
 
     def whole(self, shard: DTensor) -> torch.Tensor:
@@ -266,6 +265,8 @@ class Peers:
                 return engine(tensors, grads, keep, create, inputs, *rest, **kw)
             self.meet(Event(RUNS_BACKWARD))
             result = functools.partial(engine, tensors, grads, keep, create, inputs, *rest, **kw)
+            if self._stay_gathered:
+                result = functools.partial(again_through, sharded_modules(self._roots), result)
             self._stay_gathered |= bool(create)
             with gathered_stay() if create else nullcontext():
                 if kw.get("accumulate_grad"):

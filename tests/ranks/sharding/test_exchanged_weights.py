@@ -105,8 +105,9 @@ def test_what_had_the_memory_keeps_its_values(pool2: Any, exchange: Any, where: 
     assert max(pool2.run(difference, exchange, where)) < 1e-5
 
 
-def penalised(strategy: ws.FSDP | None, updates_between: bool) -> list[Tensor]:
-    """A penalty on the gradient of the inputs; between it and its backward an update, of other gradients, or none."""
+def penalised(strategy: ws.FSDP | None, between: str) -> list[Tensor]:
+    """A penalty on the gradient of the inputs; between it and its backward an update of other gradients, another
+    forward, or nothing; or no loss beside it, or a graph made after it. After each call an evaluation."""
     torch.manual_seed(0)
     model, notes = Net(), list[float]()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -116,33 +117,40 @@ def penalised(strategy: ws.FSDP | None, updates_between: bool) -> list[Tensor]:
         inputs = x.clone().requires_grad_()
         out = model(inputs)
         (slope,) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
-        if updates_between:
+        if between == "update":
             notes.append(slope.sum().item())
             opt.step()
             out = model(inputs)
             nn.functional.cross_entropy(out, y).backward()
         else:
-            (nn.functional.cross_entropy(out, y) + slope.square().mean()).backward()
+            if between == "forward":
+                out = model(inputs)
+            penalty = slope.square().mean()
+            (penalty if between == "no other loss" else nn.functional.cross_entropy(out, y) + penalty).backward()
+            if between == "another graph":
+                torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
             opt.step()
         opt.zero_grad()
 
     compiled = step if strategy is None else ws.compile(step, strategy=strategy)
     for call in range(3):
         torch.manual_seed(call)
-        if updates_between:
+        if between == "update":
             torch.nn.functional.cross_entropy(model(torch.randn(4, 4)), torch.randint(3, (4,))).backward()
         compiled(torch.randn(4, 4), torch.randint(3, (4,)))
+        with torch.no_grad():
+            notes.append(model(torch.ones(1, 4)).sum().item())
     return [*map(whole, model.parameters()), torch.tensor(notes)]
 
 
-def difference_of_penalties(updates_between: bool) -> float:
-    pairs = zip(penalised(ws.FSDP(), updates_between), penalised(None, updates_between), strict=True)
+def difference_of_penalties(between: str) -> float:
+    pairs = zip(penalised(ws.FSDP(), between), penalised(None, between), strict=True)
     return max((one - other).abs().max().item() for one, other in pairs)
 
 
 @pytest.mark.parametrize("may_go_live", [True])
-@pytest.mark.parametrize("updates_between", [False, True])
-def test_a_backward_goes_through_the_graph_of_another(pool2: Any, updates_between: bool, may_go_live: bool) -> None:
-    """Torch drops gathered parameters after the first one, and the second goes through them. After an update they
-    are gathered anew."""
-    assert max(pool2.run(difference_of_penalties, updates_between)) < 1e-5
+@pytest.mark.parametrize("between", ["nothing", "update", "forward", "no other loss", "another graph"])
+def test_a_backward_goes_through_the_graph_of_another(pool2: Any, between: str, may_go_live: bool) -> None:
+    """Torch drops gathered parameters after the first one, and after a forward, and the second goes through them.
+    After an update they are gathered anew, and at the end of a call they are dropped."""
+    assert max(pool2.run(difference_of_penalties, between)) < 1e-5

@@ -6,7 +6,7 @@ parameters are then part of the graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 from unittest.mock import patch
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup, RegisterPostBackwardFunction
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from wholestep.ir.dtensor.shards import own_part
@@ -161,6 +161,23 @@ def before_forwards(do: Callable[[nn.Module], None]) -> Iterator[None]:
 def gathered_stay() -> Iterator[None]:
     """While open, a backward leaves gathered what it has gathered: another one goes through its own graph."""
     with patch.object(FSDPParamGroup, "reshard", lambda group: None):
+        yield
+
+
+def drop_gathered(modules: Iterable[FSDPModule]) -> None:
+    """Drops what is gathered of modules."""
+    for module in modules:
+        module.reshard()
+
+
+@contextmanager
+def reduced_last() -> Iterator[None]:
+    """While open, a backward drops gathered parameters, and reduces their gradients, at its end alone.
+
+    Torch does so as soon as a forward has been gone back through. The graph that an earlier backward has made may
+    be gone through after that: it reads the parameters, and adds to the gradients.
+    """
+    with patch.object(RegisterPostBackwardFunction, "backward", staticmethod(lambda ctx, *grads: (None, *grads))):
         yield
 
 

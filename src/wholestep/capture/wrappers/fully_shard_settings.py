@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import Replicate
 
-from wholestep.capture.wrappers.fully_shard_hooks import groups_of, is_of_strategy
+from wholestep.capture.wrappers.fully_shard_hooks import groups_of, is_of_strategy, reduced_last
 from wholestep.errors import CaptureError, ConfigError
 
 
@@ -108,6 +108,24 @@ def settle(modules: Iterable[FSDPModule]) -> None:
             if vars(group).get(_ACCUMULATES):
                 setattr(group, _ACCUMULATES, False)
                 _reduce_accumulated(group)
+
+
+def again_through(modules: Iterable[FSDPModule], backward: Callable[[], Any]) -> Any:
+    """A backward after one that has made a graph, and may go through that graph. All ranks take part.
+
+    Such a graph reads gathered parameters, and has no hook of torch that would gather them or reduce their gradients.
+    """
+    used = [*modules]
+    for module in used:
+        if any(hasattr(one, "_unsharded_param") for group in groups_of(module) for one in group.fsdp_params):
+            module.unshard()
+    with reduced_last():
+        result = backward()
+    for module in used:
+        for group in groups_of(module):
+            if group.reduce_grads:
+                _reduce_accumulated(group)
+    return result
 
 
 def _reduce_accumulated(group: Any) -> None:
