@@ -225,6 +225,31 @@ def test_a_global_that_such_a_function_reads_is_named(
     assert "FACTOR was float 2.0, is float 5.0" in why_captured(lambda: run(backend="eager"), caplog)
 
 
+class Linear:
+    """An object in the place of a function of torch, with a setting of its class and one in a method of a base."""
+
+    scale = 1.0
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self.original = original
+
+    def __call__(self, *args: Any) -> Any:
+        return self.original(*args) * self.scale * FACTOR
+
+
+def test_what_the_class_of_such_an_object_has_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    original = nn.functional.linear
+    for replacement in (Linear(original), Linear(original).__call__):
+        monkeypatch.setattr(nn.functional, "linear", replacement)
+        run(backend="eager")
+        monkeypatch.setattr(Linear, "scale", Linear.scale + 1.0)
+        assert "Linear.scale was float" in why_captured(lambda: run(backend="eager"), caplog)
+        monkeypatch.setattr(sys.modules[__name__], "FACTOR", FACTOR + 1.0)
+        assert "FACTOR was float" in why_captured(lambda: run(backend="eager"), caplog)
+
+
 def test_a_method_in_the_place_of_torchs_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from wholestep.capture.python.class_attributes import functions_in
 from wholestep.capture.python.code_names import globals_of
+from wholestep.capture.python.container_views import is_dunder
 from wholestep.capture.python.snapshot import SCALARS
 from wholestep.capture.reach.library_globals import is_users
 
@@ -31,11 +33,13 @@ def named_in_library(thing: Any) -> str | None:
 
 
 def read_by_functions(things: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Things with their paths, and plain values and functions of the user's that their code reads as globals."""
+    """Things with their paths, and plain values and functions of the user's that their code reads as globals, or has
+    from their classes."""
     found, seen = deque(things), set[int]()
     while found:
         where, thing = found.popleft()
         yield where, thing
+        found.extend(_of_classes(where, thing, seen))
         function = _function_of(thing)
         if function is None or id(function) in seen:
             continue
@@ -43,6 +47,19 @@ def read_by_functions(things: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, 
         held = function.__globals__
         read = ((f"{where}: {key}", held[key]) for key in sorted(globals_of(function)) if key in held)
         found.extend((path, one) for path, one in read if isinstance(one, SCALARS) or is_users(one))
+
+
+def _of_classes(where: str, thing: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """Methods and plain values in the class of a callable object or method of the user's, or in such a class, and its
+    bases. Each class is looked through once, and is in `seen` then."""
+    owner = getattr(thing, "__self__", None) if isinstance(thing, types.MethodType) else thing
+    kind = owner if isinstance(owner, type) else type(owner)
+    for base in (one for one in kind.__mro__ if is_users(one) and id(one) not in seen):
+        seen.add(id(base))
+        for key, item in vars(base).copy().items():
+            yield from ((f"{where}: {base.__name__}.{key}", one) for one in functions_in(item))
+            if isinstance(item, SCALARS) and not is_dunder(key):
+                yield f"{where}: {base.__name__}.{key}", item
 
 
 def _function_of(thing: Any) -> types.FunctionType | None:

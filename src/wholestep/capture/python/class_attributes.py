@@ -9,6 +9,8 @@ and that dict is watched like any other: by its version, and compared only when 
 - What anybody hangs on a class besides (caches of ``copy``, ``abc``, of test frameworks) has none of these names.
   Descriptions in double underscores (``__doc__``, ``__annotations__``) do not matter; special methods do.
 - Classes of torch and of Python itself are left out: their methods are theirs to exchange, and they do while tracing.
+- Constructors run in a step where it makes an object: ``criterion = FocalLoss()``. Those of a class are looked at that
+  code comes to as a thing, which it may call. They give a new object all that it has; what they store counts for none.
 """
 
 from __future__ import annotations
@@ -25,13 +27,17 @@ from wholestep.capture.python.container_views import ClassView, is_dunder, is_sp
 CALLED_BY_TORCH = frozenset({"forward", "backward", "setup_context", "jvp", "vmap"})
 """Methods of modules and of autograd functions that run without being named in the user's code."""
 
-NOT_IN_A_STEP = frozenset({
-    "__new__", "__init__", "__post_init__", "__init_subclass__", "__set_name__", "__class_getitem__", "__del__",
+CONSTRUCTORS = frozenset({"__new__", "__init__", "__post_init__"})
+"""Special methods that run where a class is called."""
+
+NOT_IN_A_STEP = CONSTRUCTORS | frozenset({
+    "__init_subclass__", "__set_name__", "__class_getitem__", "__del__",
     "__repr__", "__str__", "__format__", "__dir__", "__sizeof__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__",
     "__ge__", "__hash__", "__copy__", "__deepcopy__", "__replace__", "__getstate__", "__setstate__", "__reduce__",
     "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__",
 })  # fmt: skip
-"""Special methods that are not read for the names in them: they name everything that an object has."""
+"""Special methods that are not read for the names in them: they name everything that an object has. (Constructors are
+where the class may be called.)"""
 
 
 class ClassAttributes:
@@ -40,10 +46,13 @@ class ClassAttributes:
     def __init__(self) -> None:
         self._classes: dict[type, bool] = {}
         """Whether each is looked at whole, not only under names that code uses."""
+        self._called: set[type] = set()
+        """Those that code may call, and their bases."""
         self._yielded: set[tuple[type, str]] = set()
 
-    def add(self, kind: type, *, whole: bool = False) -> None:
+    def add(self, kind: type, *, whole: bool = False, called: bool = False) -> None:
         """Adds a class, its bases, and its metaclass if that is the user's."""
+        self._called.update(kind.__mro__ if called else ())
         above = [base for base in inspect.getmro(type(kind)) if not is_library_class(base)]
         for base in (*kind.__mro__, *above):
             self._classes[base] = self._classes.get(base, False) or (whole and base not in above)
@@ -55,7 +64,8 @@ class ClassAttributes:
             for key, item in vars(kind).copy().items():
                 functions = functions_in(item)
                 named = key in names or key == "__call__"
-                called = is_special_method(key, item) and key not in NOT_IN_A_STEP
+                unread = NOT_IN_A_STEP - CONSTRUCTORS if kind in self._called else NOT_IN_A_STEP
+                called = is_special_method(key, item) and key not in unread
                 value = whole and not functions and not is_dunder(key)
                 if (kind, key) in self._yielded or not (named or (not foreign and (called or value))):
                     continue

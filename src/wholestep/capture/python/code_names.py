@@ -9,7 +9,7 @@ import inspect
 import types
 from collections.abc import Collection, Iterable, Iterator
 
-from wholestep.capture.python.class_attributes import NOT_IN_A_STEP, functions_in
+from wholestep.capture.python.class_attributes import CONSTRUCTORS, NOT_IN_A_STEP, functions_in
 from wholestep.capture.python.code_owner import Owner, owner_of_class
 
 FUNCTION_PARTS = ("__code__", "__defaults__", "__kwdefaults__")
@@ -28,8 +28,12 @@ def codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def names(code: types.CodeType) -> Iterator[str]:
-    """Names of globals and attributes in a code, those included that it asks for by text."""
-    yield from code.co_names
+    """Names of globals and attributes in a code, those included that it asks for by text.
+
+    Of a constructor those that it reads: what it stores are attributes of a new object. (Those of base classes, which
+    it calls, are looked at as well.)
+    """
+    yield from _read_in(code) - CONSTRUCTORS if code.co_name in CONSTRUCTORS else code.co_names
     if not {"getattr", "hasattr", "attrgetter", *_PAST_CLASSES}.isdisjoint(code.co_names):
         yield from _texts(code)
 
@@ -54,6 +58,12 @@ def globals_of(function: types.FunctionType) -> set[str]:
 @functools.lru_cache(maxsize=4096)
 def _globals_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(one.argval for one in dis.get_instructions(code) if one.opname in _GLOBAL)
+
+
+@functools.lru_cache(maxsize=4096)
+def _read_in(code: types.CodeType) -> frozenset[str]:
+    found = (one.argval for one in dis.get_instructions(code) if one.opname != "STORE_ATTR")
+    return frozenset(one for one in found if isinstance(one, str)) & {*code.co_names}
 
 
 _GLOBAL = frozenset(

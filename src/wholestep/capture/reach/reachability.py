@@ -96,7 +96,7 @@ class Walker:
         """Walks to one reachable thing, once: the first handler of `HANDLERS` whose type it has does the rest."""
         thing = tree_util.behind_proxy(thing)
         if isinstance(thing, type) and not is_library_class(thing):
-            self._classes.add(thing)
+            self._classes.add(thing, called=name != "__class__")  # by which a method comes to ``super()``
         has_attributes = own_dict(thing) is not None
         if (isinstance(thing, SCALARS) and not has_attributes) or id(thing) in self._seen:
             return self._hidden.again(thing)

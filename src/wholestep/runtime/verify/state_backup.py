@@ -10,10 +10,11 @@ from wholestep.capture.functionalize.storage_resize import is_freed
 from wholestep.capture.reach.reachable import Reachable
 from wholestep.capture.reach.train_state import TrainState, states
 from wholestep.ir import op_info
+from wholestep.util.gradient_node import is_leaf
 
 
 class StateBackup:
-    """The state of a step at one moment: tensors bit by bit, gradients, optimizers, Python values.
+    """The state of a step at one moment: tensors bit by bit, what is frozen, gradients, optimizers, Python values.
 
     Costs a copy of the state. `restore` may be called several times, and leaves every object in its place: tensors
     keep their memory and their version counters. Generators are not in here: virtual ranks draw from streams of their
@@ -23,6 +24,7 @@ class StateBackup:
     def __init__(self, found: Reachable, state: TrainState) -> None:
         self._found = found
         self._tensors = [(slot.tensor, _contents(slot.tensor), _version(slot.tensor)) for slot in state.slots]
+        self._flags = [(slot.tensor, slot.tensor.requires_grad) for slot in state.slots if is_leaf(slot.tensor)]
         self._grads = [(slot.tensor, slot.tensor.grad) for slot in state.params]
         self._optimizers = [
             (opt, dict(vars(opt)), dict(opt.state), [(held, dict(held)) for _, held in states(opt)])
@@ -42,6 +44,11 @@ class StateBackup:
                 _restore_dict(held, before)
         for group, held in self._groups:
             _restore_dict(group, held)
+        for tensor, requires_grad in self._flags:
+            if not is_leaf(tensor) and not tensor._is_view():  # of a view torch gives back no leaf
+                tensor.detach_()  # a buffer that the eager step has written a value with a graph to
+            if is_leaf(tensor):
+                tensor.requires_grad = requires_grad
         for param, grad in self._grads:
             param.grad = grad
         for tensor, contents, version in self._tensors:

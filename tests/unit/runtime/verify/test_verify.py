@@ -514,6 +514,25 @@ def test_nothing_of_the_users_is_changed(warm: bool, passes: Any) -> None:
     assert {key: id(one) for key, one in vars(opt).items()} == attributes
 
 
+@pytest.mark.parametrize("whole_batch", [True, False])
+def test_what_a_step_freezes_thaws_or_takes_into_a_graph_is_as_it_was(whole_batch: bool) -> None:
+    model, opt = net()
+    model.register_buffer("mean_loss", torch.zeros(()))
+    first, last = model[0].weight, model[-1].bias
+    last.requires_grad_(False)
+
+    def freezing(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        first.requires_grad_(False)
+        last.requires_grad_(True)
+        model.mean_loss.mul_(0.9).add_(nn.functional.cross_entropy(model(x), y), alpha=0.1)
+        return train(model, opt, x, y)
+
+    assert ws.compile(freezing).verify(model, opt, *batch(), ranks=2, whole_batch=whole_batch).ok
+    assert (first.requires_grad, last.requires_grad, model.mean_loss.requires_grad) == (True, False, False)
+    assert model.mean_loss.is_leaf
+    assert model.mean_loss == 0
+
+
 def test_a_step_that_fails_leaves_everything_too() -> None:
     model, opt = net()
     x, y = batch()
