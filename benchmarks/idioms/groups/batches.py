@@ -152,7 +152,7 @@ def text_and_flags_as_arguments() -> Loop:
 def batches_from_a_thread() -> Loop:
     """A thread makes batches ahead and puts them into a queue; the step takes one."""
     model, opt = small_training()
-    ready = queue.Queue()
+    ready = queue.Queue(2)
 
     def produce():
         for call in range(10):
@@ -161,7 +161,7 @@ def batches_from_a_thread() -> Loop:
     threading.Thread(target=produce, daemon=True).start()
 
     def step():
-        x, y = ready.get(timeout=60)
+        x, y = ready.get()
         ready.task_done()
         return update(F.cross_entropy(model(x), y), opt)
 

@@ -113,13 +113,18 @@ class _Watch:
 
     def entered(self, frame: types.FrameType) -> None:
         """A function of a library is about to run."""
-        if threading.get_ident() == self._thread and _is_on_behalf_of_user(frame.f_back):
+        if self._is_of_step(frame.f_back):
             self.state.enter(frame)
 
     def allowed(self, frame: types.FrameType, function: Any) -> bool:
         """Whether a function is, wherever it is called. Raises where this call of it is not."""
         owner = getattr(function, "__self__", None)
         if isinstance(owner, LOCKS):
+            if frame.f_code.co_filename == threading.__file__ and self._takes(function) and self._is_of_step(frame):
+                self._refuse(
+                    f"The step meets other threads at {current_line()}, through a queue, an event or a condition. What "
+                    f"those do while it is captured would be undone with what the step does. Meet them outside of it."
+                )
             self.locks.note(function)
             return False
         if function in _SEES_ALL:
@@ -137,11 +142,18 @@ class _Watch:
             return True
         if is_generator and id(owner) not in self._generators:  # made by the step itself
             return False
-        if threading.get_ident() != self._thread or not _is_on_behalf_of_user(frame):
+        if not self._is_of_step(frame):
             return False
         if not is_generator and (frame.f_code.co_filename in _TRANSPARENT or self._is_looked_at(function, kind)):
             return False
         self._refuse(_sentence(function, self._generators.get(id(owner), "")))
+
+    def _is_of_step(self, frame: types.FrameType | None) -> bool:
+        return threading.get_ident() == self._thread and _is_on_behalf_of_user(frame)
+
+    @staticmethod
+    def _takes(method: Any) -> bool:
+        return method.__name__ in ("acquire", "__enter__")
 
     def _refuse(self, sentence: str) -> NoReturn:
         self.found.append(OutsideEffect(sentence))

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import queue
 import random
 import re
 import subprocess
@@ -273,6 +274,32 @@ def test_a_step_may_wait_its_turn() -> None:
     captured(step_that(lambda: lock.acquire() and lock.release()), torch.ones(2))
     opens.join()
     assert is_free(lock)
+
+
+MEETINGS: dict[str, Callable[[], tuple[Callable[[], object], Callable[[], object]]]] = {
+    "a queue": lambda: (lambda one: (one.get, lambda: list(one.queue)))(queue_of(1, 2)),
+    "an event": lambda: (lambda one: (one.set, one.is_set))(threading.Event()),
+    "a semaphore": lambda: (lambda one: (one.acquire, lambda: one._value))(threading.Semaphore(3)),
+}
+"""What meets other threads, and how it stands."""
+
+
+def queue_of(*items: Any) -> queue.Queue[Any]:
+    found: queue.Queue[Any] = queue.Queue()
+    for item in items:
+        found.put(item)
+    return found
+
+
+@pytest.mark.parametrize("name", MEETINGS)
+def test_a_step_that_meets_other_threads_is_refused_before_anything_is_taken(name: str) -> None:
+    """Those go on meanwhile: what they put into a queue would be lost with what the step has taken out of it."""
+    meets, stands = MEETINGS[name]()
+    before, seen = stands(), []
+    with pytest.raises(OutsideEffect, match=r"meets other threads at .*test_call_watch.py"):
+        captured(step_that(lambda: seen.append(meets())), torch.ones(2))
+    assert stands() == before
+    assert not seen
 
 
 def test_a_lock_that_another_thread_has_opened_is_left_alone() -> None:
