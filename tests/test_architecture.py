@@ -73,6 +73,9 @@ DOORS: dict[str, dict[str, str]] = {
     "capture/reach/arguments.py": {
         "torch.distributed._functional_collectives": "the class of what a collective gives that is on its way"
     },
+    "capture/reach/library_globals.py": {
+        "torch._library": "the Python of custom operators, to which what `torch.ops` gives does not lead"
+    },
     "capture/reach/unwrap_compiled.py": {
         "torch._dynamo": "whether what torch.compile gives may be traced; the class of a module that it gave",
         "torch._C._dynamo": "has a compiled loop call a step without looking into it",

@@ -82,3 +82,29 @@ def test_a_step_may_change_a_function_by_itself(may_go_live: bool) -> None:
     assert scaled.__defaults__ == (6.0,)
     scaled.__defaults__ = (2.0,)
     assert found == [float(step(x)) for _ in range(4)]
+
+
+SLOPE = {"of": 1.0}
+
+
+def test_what_a_custom_operator_reads_moves() -> None:
+    """``torch.ops`` gives an operator that does not lead to the Python of its backward."""
+
+    @torch.library.custom_op("hidden_state::passed_on", mutates_args=())
+    def passed_on(x: Tensor) -> Tensor:
+        return x.clone()
+
+    passed_on.register_fake(torch.empty_like)
+    passed_on.register_autograd(lambda ctx, grad: grad * SLOPE["of"])
+    weight = nn.Parameter(torch.ones(3))
+
+    @ws.compile(backend="eager", fullgraph=True)
+    def step(x: Tensor) -> Tensor:
+        torch.ops.hidden_state.passed_on(x * weight).sum().backward()
+        grad, weight.grad = weight.grad, None
+        assert grad is not None
+        return grad
+
+    for slope in (1.0, 1.0, 2.0, 3.0):
+        SLOPE["of"] = slope
+        assert torch.equal(step(torch.ones(3)), torch.full((3,), slope))

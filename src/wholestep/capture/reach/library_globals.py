@@ -10,6 +10,9 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from typing import Any
 
+import torch
+from torch._library import custom_ops
+
 from wholestep.capture.python import code_names
 from wholestep.capture.python.code_owner import (
     Owner,
@@ -31,6 +34,15 @@ def things_named(library: types.ModuleType, names: Collection[str]) -> Iterator[
     for key in sorted(names & held.keys()):
         if (is_installed and isinstance(held[key], _LOOKED_AT)) or is_users(held[key]):
             yield key, held[key]
+    if library in (torch, torch.ops):
+        yield from _operators_named(names)
+
+
+def _operators_named(names: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Custom operators of the user's: what ``torch.ops.mine.scale`` gives does not lead to their Python."""
+    for name, operator in sorted(custom_ops.OPDEFS.items()):
+        if name.rpartition("::")[2] in names and is_users(operator._init_fn):
+            yield f"ops.{name}", operator
 
 
 def belong_to_library(container: Any) -> bool:
