@@ -645,9 +645,9 @@ LIVE_MUTATIONS = (
     Mutation(
         name="queues_emptied_in_a_trace",
         what="a trace takes from a queue that another thread fills, and puts back what was there",
-        file="capture/tracing/call_watch.py",
-        old="            if frame.f_code.co_filename == threading.__file__ and",
-        new="            if False and",
+        file="capture/reach/rng_and_iterators.py",
+        old="    if isinstance(thing, LOCKS):\n",
+        new="    if False:\n",
         tests=("tests/unit/capture/tracing/test_call_watch.py",),
     ),
     Mutation(

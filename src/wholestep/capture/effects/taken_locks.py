@@ -6,11 +6,8 @@ A trace ends by an exception wherever it comes upon what it cannot have. Code be
 
 from __future__ import annotations
 
-import threading
 from contextlib import suppress
 from typing import Any
-
-LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
 
 class TakenLocks:

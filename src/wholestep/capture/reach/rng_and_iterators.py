@@ -1,4 +1,4 @@
-"""Random generators and iterators that a step reaches: what it may not advance in a trace.
+"""Random generators, iterators and locks that a step reaches: what it may not advance or take in a trace.
 
 A trace asks once, and what it was given would be frozen in the graph. Torch's draws are operators, with the generator
 that they draw from, so those come out right; to seed a generator, or to draw from one of Python's, is no operator.
@@ -15,6 +15,7 @@ import builtins
 import random
 import re
 import secrets
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,12 +34,16 @@ from wholestep.capture.python import user_frame
 from wholestep.capture.python.attribute_access import HiddenThing
 from wholestep.capture.python.code_lines import user_of
 from wholestep.capture.python.tracing_thread import on_this_thread
+from wholestep.capture.reach import library_globals
 from wholestep.errors import CaptureError
 from wholestep.ir import node_meta
 from wholestep.ir.ops import rng_state
 
 KINDS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 """Types of generators."""
+
+LOCKS = (type(threading.Lock()), type(threading.RLock()))
+"""Types of locks."""
 
 
 @dataclass(slots=True)
@@ -235,20 +240,39 @@ def _native_id(generator: torch.Generator) -> int:
 
 
 def why_hidden(thing: Any) -> str:
-    """Why nobody can look at the state of a thing, an iterator of C or a variable of a context; "" if one can."""
+    """Why a trace may not use a thing, an iterator of C, a variable of a context or a lock; "" if it may."""
+    if isinstance(thing, LOCKS):
+        return (
+            ""
+            if _is_of_library(thing)
+            else (
+                "which guards what another thread may change meanwhile. While capturing, that would be undone together "
+                "with what the step does: take it outside of the step"
+            )
+        )
     ways = [vars(base)["__next__"] for base in type(thing).__mro__ if "__next__" in vars(base)]
     # What is Python code has its state in attributes. It may call the one of C that it stands for.
     is_hidden = not all(isinstance(one, types.FunctionType) for one in ways)
-    return "of which nobody can see where it stands" if is_hidden or isinstance(thing, ContextVar) else ""
+    if not is_hidden and not isinstance(thing, ContextVar):
+        return ""
+    return (
+        "of which nobody can see where it stands. What it gives while capturing, every call would use again: read it "
+        "outside the step, and pass what the step needs as an argument"
+    )
+
+
+def _is_of_library(lock: Any) -> bool:
+    """Whether a lock is a global of a library, as `logging` has one: it guards what that library alone knows."""
+    modules = [one for one in sys.modules.copy().values() if isinstance(one, types.ModuleType)]
+    held = (vars(one).copy().values() for one in modules if library_globals.belong_to_library(vars(one)))
+    return any(one is lock for values in held for one in values)
 
 
 def hidden_error(one: HiddenThing, codes: Sequence[types.CodeType]) -> CaptureError:
     """Why a step that comes to a thing of `Reachable.hidden` is refused."""
     line = user_of({re.split(r"[.\[]", one.name)[-1], re.split(r"[.\[]", one.name)[0]}, codes)
     return CaptureError(
-        f"The step could not be captured{line}\nit reaches {one.name}, a {type(one.thing).__name__}, {one.why}. What "
-        f"it gives while capturing, every call would use again: read it outside the step, and pass what the step needs "
-        f"as an argument."
+        f"The step could not be captured{line}\nit reaches {one.name}, a {type(one.thing).__name__}, {one.why}."
     )
 
 

@@ -29,7 +29,7 @@ from torch import nn
 
 from wholestep.capture.effects.c_functions import Kind, compared, kind_of, module_of
 from wholestep.capture.effects.library_state import LibraryState, accesses
-from wholestep.capture.effects.taken_locks import LOCKS, TakenLocks
+from wholestep.capture.effects.taken_locks import TakenLocks
 from wholestep.capture.native import build
 from wholestep.capture.python.code_owner import Owner, owner_of_file
 from wholestep.capture.python.user_frame import current_line
@@ -119,12 +119,7 @@ class _Watch:
     def allowed(self, frame: types.FrameType, function: Any) -> bool:
         """Whether a function is, wherever it is called. Raises where this call of it is not."""
         owner = getattr(function, "__self__", None)
-        if isinstance(owner, LOCKS):
-            if frame.f_code.co_filename == threading.__file__ and self._takes(function) and self._is_of_step(frame):
-                self._refuse(
-                    f"The step meets other threads at {current_line()}, through a queue, an event or a condition. What "
-                    f"those do while it is captured would be undone with what the step does. Meet them outside of it."
-                )
+        if isinstance(owner, rng_and_iterators.LOCKS):
             self.locks.note(function)
             return False
         if function in _SEES_ALL:
@@ -150,10 +145,6 @@ class _Watch:
 
     def _is_of_step(self, frame: types.FrameType | None) -> bool:
         return threading.get_ident() == self._thread and _is_on_behalf_of_user(frame)
-
-    @staticmethod
-    def _takes(method: Any) -> bool:
-        return method.__name__ in ("acquire", "__enter__")
 
     def _refuse(self, sentence: str) -> NoReturn:
         self.found.append(OutsideEffect(sentence))
