@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from unittest.mock import patch
 
 
 def closed_lock() -> threading.Lock:
@@ -19,6 +21,11 @@ def wait_for(lock: threading.Lock) -> None:
     """Waits until another thread has released it, and leaves it open: a step that keeps a lock is refused."""
     assert lock.acquire(timeout=30)
     lock.release()
+
+
+def of_a_library(*locks: threading.Lock) -> AbstractContextManager[object]:
+    """While open, locks are globals of a library: a trace takes those, and none that are the user's."""
+    return patch.multiple(json, create=True, **{f"_lock_{id(one)}": one for one in locks})
 
 
 @contextmanager
@@ -37,7 +44,7 @@ def second_thread(work: Callable[[], object]) -> Iterator[Callable[[], None]]:
         begins.release()
         wait_for(ends)
 
-    with ThreadPoolExecutor(1) as threads:
+    with of_a_library(begins, ends), ThreadPoolExecutor(1) as threads:
         done = threads.submit(run)
         yield let
         done.result()

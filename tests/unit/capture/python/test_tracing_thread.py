@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.harness.second_thread import closed_lock, second_thread, wait_for
+from tests.harness.second_thread import closed_lock, of_a_library, second_thread, wait_for
 from tests.harness.training import backward_and_step
 from wholestep.capture.capture import capture
 from wholestep.capture.python.tracing_thread import is_capturing
@@ -80,6 +80,7 @@ def train(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_another_thread_trains_and_prints(where: str, capsys: pytest.CaptureFixture[str]) -> None:
     model = Model()
+    locks = (model.begins, model.inside, model.may_go_on, model.ends)
 
     def run() -> None:
         wait_for(model.begins)
@@ -88,7 +89,7 @@ def test_another_thread_trains_and_prints(where: str, capsys: pytest.CaptureFixt
         finally:
             model.ends.release()
 
-    with warnings.catch_warnings(), ThreadPoolExecutor(1) as threads:
+    with warnings.catch_warnings(), of_a_library(*locks), ThreadPoolExecutor(1) as threads:
         warnings.simplefilter("error")
         done = threads.submit(run)
         captured = capture(train, (model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, 3)), {})

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
-from tests.harness.second_thread import closed_lock, wait_for
+from tests.harness.second_thread import closed_lock, of_a_library, wait_for
 from tests.harness.training import backward_and_step
 from wholestep.capture.capture import capture
 
@@ -66,7 +66,7 @@ def test_a_first_call_beside_a_capture_waits_for_it_and_is_captured_itself() -> 
         wait_for(goes_on)
         return x * 2
 
-    with ThreadPoolExecutor(1) as threads:
+    with of_a_library(begins, goes_on), ThreadPoolExecutor(1) as threads:
         called = threads.submit(call_other)
         capture(step, (torch.ones(2),), {})
         called.result()
