@@ -459,7 +459,7 @@ SHARDING_MUTATIONS = (
         name="state_of_optimizers_left_whole",
         what="what Python puts whole into the state of an optimizer of shards stays so",
         file="live/shard_calls.py",
-        old="            _cut_state(opt)",
+        old="            self._cut_state(opt)",
         new="            pass",
         tests=(f"{LIVE}[puts_state_into_optimizers]",),
     ),
@@ -533,6 +533,14 @@ SHARDING_MUTATIONS = (
         old="        self._resharded[id(module)] = len(self.records)",
         new="        pass",
         tests=(f"{WAITING}::test_what_is_written_to_shards_stays[gloo-writes_behind_an_evaluation-True]",),
+    ),
+    Mutation(
+        name="data_copied_into_a_shard_alone",
+        what="a whole tensor that a step has made the memory of a shard does not see its updates",
+        file="live/shard_calls.py",
+        old="        self._held += [_Whole(owner, given)] if _is_plain(given) else []",
+        new="        pass",
+        tests=("tests/ranks/sharding/test_exchanged_weights.py",),
     ),
     Mutation(
         name="names_of_memory_see_another",

@@ -217,7 +217,7 @@ class ShardCalls(Recorder):
         """A call that acts on parameters and gradients. What it gives is whole; all ranks come."""
         self.write_back()
         for opt in (one for one in args if isinstance(one, Optimizer)):
-            _cut_state(opt)
+            self._cut_state(opt)
         if function not in (*BACKWARDS, clear_grads):  # ranks meet before those anyway, or need not
             self._peers.meet(Event(RUNS_ON_SHARDS))
         result = with_torch_functions(function, args, kwargs)
@@ -264,9 +264,9 @@ class ShardCalls(Recorder):
         owner, *values = args
         if is_sharded(owner):
             mesh, placements = owner.device_mesh, owner.placements
-            values = [cut(one, mesh, placements) if _is_plain(one) else one for one in values]
+            given, values = values, [cut(one, mesh, placements) if _is_plain(one) else one for one in values]
             if function == _SET_DATA:
-                return self._set_data(owner, values[0])
+                return self._set_data(owner, values[0], given[0])
         elif function == _SET_DATA and is_dtensor(values[0]):
             values = [self._peers.whole(values[0])]
         result = with_torch_functions(function, (owner, *values), kwargs)
@@ -275,12 +275,23 @@ class ShardCalls(Recorder):
         self._refresh()
         return result
 
-    def _set_data(self, owner: DTensor, value: DTensor) -> None:
+    def _set_data(self, owner: DTensor, value: DTensor, given: torch.Tensor) -> None:
         """Another memory for a shard. The hooks of torch gather from the one that they know, so that is written to, and
-        what else is on it is given a memory of its own, with what was there."""
+        what else is on it is given a memory of its own, with what was there. A whole tensor is on it from now on."""
         self._held = [one for one in self._held if not is_same_memory(one.shard, owner)]
         self._peers.shards.part_names(owner)
         owner._local_tensor.detach().copy_(value._local_tensor)
+        self._held += [_Whole(owner, given)] if _is_plain(given) else []
+
+    def _cut_state(self, opt: Optimizer) -> None:
+        """Cuts what Python has put whole into the state of an optimizer of shards."""
+        on_shards = {id(one.tensor): one.shard for one in self._held}
+        for param, held in states(opt):
+            for key in [key for key, item in held.items() if id(item) in on_shards]:
+                held[key] = on_shards[id(held[key])].detach()
+                self._peers.shards.note_name(held[key])
+            if is_sharded(param):
+                cut_state(param, held, param.device_mesh, param.placements)
 
     def _in_place(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
         """A call in place on shards alone: torch knows how, for most. What draws, draws for the whole tensor."""
@@ -366,13 +377,6 @@ class _WholeParameter(torch.autograd.Function):
         return None, None, None
 
 
-def _cut_state(opt: Optimizer) -> None:
-    """Cuts what Python has put whole into the state of an optimizer of shards."""
-    for param, held in states(opt):
-        if is_sharded(param):
-            cut_state(param, held, param.device_mesh, param.placements)
-
-
 def _is_descriptor(function: Any) -> bool:
     return getattr(function, "__name__", "") in ("__get__", "__set__", "__delete__")
 
@@ -393,5 +397,4 @@ def _is_hook(leaf: Any) -> bool:
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Bit by bit, so that a NaN is itself."""
-    same: bool = torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
-    return same
+    return bool(torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)))
