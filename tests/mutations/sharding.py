@@ -625,6 +625,22 @@ SHARDING_MUTATIONS = (
         tests=("tests/unit/ir/dtensor/test_shards.py",),
     ),
     Mutation(
+        name="made_graphs_reduced_early",
+        what="a backward through the graph of an earlier one reduces behind the first forward",
+        file="live/peers.py",
+        old="            if self._stay_gathered:\n                result",
+        new="            if False:\n                result",
+        tests=("tests/ranks/sharding/test_exchanged_weights.py",),
+    ),
+    Mutation(
+        name="gathered_behind_the_call",
+        what="what a call has gathered stays so, and is old after an update",
+        file="live/peers.py",
+        old="            stack.callback(lambda: drop_gathered(",
+        new="            stack.callback(lambda: list(",
+        tests=("tests/ranks/sharding/test_exchanged_weights.py",),
+    ),
+    Mutation(
         name="held_updates_looked_at_again",
         what="what an update takes is looked up again after every step that frees memory",
         file="passes/schedule/list_scheduler.py",
