@@ -866,14 +866,6 @@ LIVE_MUTATIONS = (
         tests=(f"{GRAPHS}::test_a_row_of_a_weight_that_is_written_without_gradients",),
     ),
     Mutation(
-        name="recorded_among_kept_weights",
-        what="calls are recorded while torch keeps parametrized weights",
-        file="live/recording/modes.py",
-        old="    if keeps_parametrized_weights():",
-        new="    if False:",
-        tests=("tests/unit/live/test_hooks_on_saved_tensors.py",),
-    ),
-    Mutation(
         name="cleared_gradients_come_back",
         what="a zero_grad() that found no gradients in the first call is part of a forward whose backward runs ahead",
         file="live/pieces/observation.py",

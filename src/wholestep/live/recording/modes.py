@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from wholestep.capture.wrappers import ddp
-from wholestep.util.torch_switches import keeps_parametrized_weights, parametrized_weights_anew
+from wholestep.util.torch_switches import parametrized_weights_anew
 
 Modes = tuple[Any, ...]
 """Gradient mode, inference mode, default dtype, of autocast the cache and (device, dtype) of each device, the wrappers
@@ -116,8 +116,8 @@ def under(modes: Modes) -> Iterator[None]:
 def modes_off() -> Iterator[None]:
     """While open, there is no mode of the user's, such as the ``inference_mode()`` in which a value was asked for.
 
-    Nor are there hooks on saved tensors, or weights that ``parametrize.cached()`` keeps: no call is recorded under
-    them, so none that runs now was made for them.
+    Nor are there hooks on saved tensors: no call is recorded under them, so none that runs now was made for them. Nor
+    weights that ``parametrize.cached()`` keeps: modules are not recorded where it does, and what they compute is kept.
     """
     modes = current_modes()
     plain = (True, False, *modes[2:4], (), *modes[5:])
@@ -183,6 +183,4 @@ def why_not_recordable() -> str:
         return "a transform of torch.func (vmap, grad, jvp) runs here"
     if torch.is_anomaly_enabled():
         return "detection of anomalies is on"
-    if keeps_parametrized_weights():
-        return "torch keeps parametrized weights here (parametrize.cached())"
     return ""
