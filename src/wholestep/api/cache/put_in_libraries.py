@@ -116,6 +116,6 @@ def _dict_of(thing: Any) -> dict[str, Any]:
 _libraries = _Libraries()
 
 
-def put_in_libraries() -> Iterator[Place]:
+def put_in_libraries() -> list[Place]:
     """What code of the user's has put in the place of functions and methods of libraries, with its path."""
-    yield from _libraries.users()
+    return _libraries.users()

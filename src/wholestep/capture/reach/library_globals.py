@@ -1,5 +1,5 @@
 """Globals of installed packages: what the user's code reads there, plain values that their functions read, and whether
-something in them is the user's."""
+something in them is the user's; custom operators of the user's, which `torch.ops` gives."""
 
 from __future__ import annotations
 
