@@ -687,6 +687,14 @@ CAPTURE_MUTATIONS = (
         tests=("tests/unit/api/cache/test_put_in_libraries.py",),
     ),
     Mutation(
+        name="classes_in_libraries_unread",
+        what="of an object in the place of a library's function a warm start compares no class",
+        file="api/cache/code_text.py",
+        old="        found.extend(_of_classes(where, thing, seen))\n",
+        new="",
+        tests=("tests/behaviour/warm/test_changes.py::test_what_the_class_of_such_an_object_has_is_named",),
+    ),
+    Mutation(
         name="pieces_ignore_nothing",
         what="a piece reduces gradients that the strategy leaves to each rank",
         file="live/peers.py",
