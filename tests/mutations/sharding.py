@@ -35,6 +35,14 @@ SHARDING_MUTATIONS = (
         tests=("tests/ranks/sharding/test_cpu_collectives.py",),
     ),
     Mutation(
+        name="gloo_gathers_as_torch_has_it",
+        what="buckets are gathered on CPUs under the name at which gloo breaks memory",
+        file="lower/base/cpu_collectives.py",
+        old="    op_info.c10d.all_gather_into_tensor_coalesced.default: all_gather_together,\n",
+        new="",
+        tests=("tests/ranks/sharding/test_cpu_collectives.py",),
+    ),
+    Mutation(
         name="rounding_is_not_measured",
         what="a kernel of a result that is nothing but rounding is said to be wrong",
         file="runtime/verify/kernel_check.py",

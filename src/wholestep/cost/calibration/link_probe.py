@@ -113,11 +113,11 @@ def _call(op: str, num_bytes: int, group: str, device: torch.device) -> Call:
     """Starts the collective `op` with a message of about `num_bytes` in all."""
     ranks = dist.get_world_size(group_named(group))
     length = max(1, num_bytes // 4 // ranks)
-    part, whole = (torch.zeros(size, device=device) for size in (length, length * ranks))
+    part, whole, gathered = (torch.zeros(size, device=device) for size in (length, length * ranks, length * ranks))
     splits = [length] * ranks
     calls: dict[str, Call] = {
         "all_reduce": lambda: c10d.all_reduce_.default(whole, "sum", group),
-        "all_gather": lambda: c10d.all_gather_into_tensor.default(part, ranks, group),
+        "all_gather": lambda: c10d.all_gather_into_tensor_out.default(part, ranks, group, out=gathered),
         "reduce_scatter": lambda: c10d.reduce_scatter_tensor.default(whole, "sum", ranks, group),
         "broadcast": lambda: c10d.broadcast_.default(whole, 0, group),
         "all_to_all": lambda: c10d.all_to_all_single.default(whole, splits, splits, group),

@@ -56,7 +56,7 @@ def averages(name: str, device: torch.device) -> bool:
     return bool(group._get_backend(device).name() == "nccl")
 
 
-def _started(result: torch.Tensor, work: Any) -> torch.Tensor:
+def started(result: torch.Tensor, work: Any) -> torch.Tensor:
     """`result`, of which ``wait_tensor`` knows what to wait for."""
     _distributed_c10d._register_work(result, work)
     return result
@@ -69,30 +69,30 @@ def started_on_this_stream(result: torch.Tensor, *held: torch.Tensor) -> torch.T
     """
     future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=[result.device])
     future.set_result([result, *held])
-    return _started(result, _distributed_c10d._create_work_from_future(future))  # type: ignore[attr-defined,unused-ignore]
+    return started(result, _distributed_c10d._create_work_from_future(future))  # type: ignore[attr-defined,unused-ignore]
 
 
 def _reduce(input: torch.Tensor, reduce_op: str, dst: int, group: str) -> torch.Tensor:
     result = input.clone(memory_format=torch.contiguous_format)
     op = REDUCE_OPS[reduce_op]
-    return _started(result, dist.reduce(result, op=op, group=group_named(group), async_op=True, group_dst=dst))
+    return started(result, dist.reduce(result, op=op, group=group_named(group), async_op=True, group_dst=dst))
 
 
 def _reduce_scatter(inputs: Sequence[torch.Tensor], reduce_op: str, group: str) -> torch.Tensor:
     result, op = torch.empty_like(inputs[0]), REDUCE_OPS[reduce_op]
-    return _started(result, dist.reduce_scatter(result, list(inputs), op=op, group=group_named(group), async_op=True))
+    return started(result, dist.reduce_scatter(result, list(inputs), op=op, group=group_named(group), async_op=True))
 
 
 def _gather(input: torch.Tensor, dst: int, group_size: int, group: str) -> torch.Tensor:
     result, own = input.new_empty((group_size, *input.shape)), group_named(group)
     parts = list(result.unbind(0)) if own.rank() == dst else None
-    return _started(result, dist.gather(input, parts, group=own, async_op=True, group_dst=dst))
+    return started(result, dist.gather(input, parts, group=own, async_op=True, group_dst=dst))
 
 
 def _scatter(inputs: Sequence[torch.Tensor], like: torch.Tensor, src: int, group: str) -> torch.Tensor:
     result, own = torch.empty_like(like, memory_format=torch.contiguous_format), group_named(group)
     parts = list(inputs) if own.rank() == src else None
-    return _started(result, dist.scatter(result, parts, group=own, async_op=True, group_src=src))
+    return started(result, dist.scatter(result, parts, group=own, async_op=True, group_src=src))
 
 
 def _exchange(
@@ -109,7 +109,7 @@ def _exchange(
     works = dist.batch_isend_irecv(calls)
     works = works if len(works) == len(calls) else [works[0]] * len(calls)  # NCCL: one handle for all of them
     results = [t.new_empty(0) if send else t for t, send in zip(carried, sends, strict=True)]
-    return [_started(result, work) for result, work in zip(results, works, strict=True)]
+    return [started(result, work) for result, work in zip(results, works, strict=True)]
 
 
 def _all_gather_into(
@@ -117,7 +117,7 @@ def _all_gather_into(
 ) -> list[torch.Tensor]:
     """A shard may be this rank's rows of the whole tensor itself."""
     work = group_named(group).allgather_into_tensor_coalesced(list(wholes), list(shards))
-    return [_started(whole, work) for whole in wholes]
+    return [started(whole, work) for whole in wholes]
 
 
 def _barrier(group: str) -> None:

@@ -1,7 +1,13 @@
-"""Collectives of ranks on CPUs that gloo runs slowly as torch asks it to: what stands in for them.
+"""Collectives of ranks on CPUs that gloo runs slowly as torch asks it to, or breaks memory at: their stand-ins.
 
 gloo has no reduce-scatter of several tensors. torch reduces each of them whole, one after the other: 53 small ones take
 25 ms on two processes, and 4 ms as one message. Memory of CPUs is copied quickly, so they are put together here.
+
+[Note: names of more than 15 letters]
+A group of gloo has two threads, and each of them notes the name of what it has done last in the same string, without a
+lock (`runLoop` in torch's ProcessGroupGloo.cpp, 2.11 and 2.13). A name of more than 15 letters has memory of its own
+there, which both may then free: seconds of gathers, 32 at a time, end in "malloc(): unaligned tcache chunk detected".
+Of the collectives of a step, functional gathers alone have such a name, ALLGATHER_COALESCED. Here they have another.
 """
 
 from __future__ import annotations
@@ -10,9 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from wholestep.ir import op_info
+from wholestep.ir.ops.collectives import ALL_GATHER_INTO, group_named, started
 
 _TOGETHER = op_info.c10d.reduce_scatter_tensor_coalesced.default
 
@@ -30,8 +38,8 @@ def reduce_scatter_together(tensors: Sequence[Tensor], reduce_op: str, size: int
     """
     first = tensors[0]
     if not first.is_cpu or len(tensors) < 2 or any(one.dtype is not first.dtype for one in tensors):
-        started: list[Tensor] = _TOGETHER(tensors, reduce_op, size, group)
-        return started
+        begun: list[Tensor] = _TOGETHER(tensors, reduce_op, size, group)
+        return begun
     message = torch.cat([one.reshape(size, -1) for one in tensors], 1)
     reduced = op_info.WAIT(op_info.c10d.reduce_scatter_tensor(message.flatten(), reduce_op, size, group))
     parts = reduced.split([one.numel() // size for one in tensors])
@@ -40,5 +48,78 @@ def reduce_scatter_together(tensors: Sequence[Tensor], reduce_op: str, size: int
     ]  # fmt: skip
 
 
-REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {_TOGETHER: reduce_scatter_together}
+def all_gather(shard: Tensor, size: int, group: str) -> Tensor:
+    """What ``all_gather_into_tensor`` gives: the shards of `size` ranks in the order of their rows."""
+    if not shard.is_cpu:
+        begun: Tensor = op_info.c10d.all_gather_into_tensor.default(shard, size, group)
+        return begun
+    return all_gather_into([shard], [_whole(shard, size)], size, group)[0]
+
+
+def all_gather_together(shards: Sequence[Tensor], size: int, group: str) -> list[Tensor]:
+    """What ``all_gather_into_tensor_coalesced`` gives: `all_gather` of each, in one message."""
+    if not shards[0].is_cpu:
+        begun: list[Tensor] = op_info.c10d.all_gather_into_tensor_coalesced.default(shards, size, group)
+        return begun
+    return all_gather_into(shards, [_whole(one, size) for one in shards], size, group)
+
+
+def all_gather_into(shards: Sequence[Tensor], wholes: Sequence[Tensor], size: int, group: str) -> list[Tensor]:
+    """What ``wholestep.all_gather_into`` does: gathers shards of any dtypes, each into memory that is there already.
+
+    Args:
+        shards: of shapes (rows, ...), each with `rows` of its own; a shard may lie in its whole tensor.
+        wholes: of shapes (size * rows, ...).
+        size: the number of ranks in the group.
+        group: its name.
+
+    What the wait raises is what gloo raises.
+    """
+    if not shards[0].is_cpu:
+        begun: list[Tensor] = ALL_GATHER_INTO(shards, wholes, size, group)
+        return begun
+    gather, sent, received = group_named(group)._allgather_base, _bytes(shards), _bytes(wholes)
+    if len(shards) == 1:
+        return [started(wholes[0], gather(received[0], sent[0]))]
+    message = torch.cat(sent)
+    gathered = message.new_empty(size * len(message))
+    work = _Unpacked(gather(gathered, message), gathered.view(size, -1), received)
+    return [started(one, work) for one in wholes]
+
+
+class _Unpacked(dist.Work):
+    """The work of one message for many tensors, which have their rows from it once one of them has been waited for."""
+
+    def __init__(self, work: Any, gathered: Tensor, wholes: Sequence[Tensor]) -> None:
+        """`gathered`: a row of each rank; `wholes`: tensors in one dimension, in the order that they have in a row."""
+        super().__init__()
+        self._work, self._gathered, self._wholes = work, gathered, wholes
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Raises what gloo raises."""
+        self._work.wait()
+        if self._wholes:
+            size = len(self._gathered)
+            parts = self._gathered.split([len(one) // size for one in self._wholes], 1)
+            for whole, rows in zip(self._wholes, parts, strict=True):
+                whole.view(rows.shape).copy_(rows)
+            self._wholes = ()
+        return True
+
+
+def _bytes(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Views of contiguous tensors; gloo carries bytes of any dtype."""
+    return [one.view(-1).view(torch.uint8) for one in tensors]
+
+
+def _whole(shard: Tensor, size: int) -> Tensor:
+    return shard.new_empty(size * shard.shape[0], *shard.shape[1:])
+
+
+REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {
+    _TOGETHER: reduce_scatter_together,
+    op_info.c10d.all_gather_into_tensor.default: all_gather,
+    op_info.c10d.all_gather_into_tensor_coalesced.default: all_gather_together,
+    ALL_GATHER_INTO: all_gather_into,
+}
 """By operator of torch."""
