@@ -59,7 +59,8 @@ class Emitter(Protocol):
 
 def gather(out: Emitter, shard: fx.Node, spec: ShardSpec, axis: MeshAxis, bucket: Bucket) -> fx.Node:
     """The whole tensor, of the parts of all ranks."""
-    start = out.emit(op_info.c10d.all_gather_into_tensor.default, shard, spec.num_ranks, axis.group, like=shard)
+    sent = _contiguous(out, shard)
+    start = out.emit(op_info.c10d.all_gather_into_tensor.default, sent, spec.num_ranks, axis.group, like=shard)
     node_meta.set_bucket(start, bucket)
     whole = out.emit(op_info.WAIT, start, like=shard)
     if spec.dim:  # parts lie one after another along the first dim
@@ -87,8 +88,7 @@ def reduce_scatter(out: Emitter, whole: fx.Node, spec: ShardSpec, axis: MeshAxis
         apart = out.emit(_aten.permute.default, _split(out, message, spec), order, like=whole)
         rows = [spec.num_ranks * spec.shard_shape[0], *spec.shard_shape[1:]]
         message = out.emit(_aten.reshape.default, apart, rows, like=whole)
-    if not node_meta.tensor(message).is_contiguous():  # torch 2.13 copies in the collective, 2.11 refuses it
-        message = out.emit(_aten.clone.default, message, like=whole, memory_format=torch.contiguous_format)
+    message = _contiguous(out, message)
     start = out.emit(
         op_info.c10d.reduce_scatter_tensor.default, message, "sum", spec.num_ranks, axis.group, like=whole
     )  # fmt: skip
@@ -96,6 +96,13 @@ def reduce_scatter(out: Emitter, whole: fx.Node, spec: ShardSpec, axis: MeshAxis
         start, Bucket(0, (name,), node_meta.num_bytes(message), node_meta.UNBUCKETED, kind=BucketKind.SCATTER)
     )
     return out.emit(op_info.WAIT, start, like=whole)
+
+
+def _contiguous(out: Emitter, message: fx.Node) -> fx.Node:
+    """A message as collectives take it: NCCL sends its bytes in the order of memory; gloo copies, or refuses it."""
+    if node_meta.tensor(message).is_contiguous():
+        return message
+    return out.emit(_aten.clone.default, message, like=message, memory_format=torch.contiguous_format)
 
 
 def own_shard(out: Emitter, whole: fx.Node, spec: ShardSpec, rank: fx.Node) -> fx.Node:

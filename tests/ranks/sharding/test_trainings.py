@@ -6,17 +6,23 @@ optimizer, with and without clipping and accumulation.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
 from benchmarks.sharded_trainings.cell import OPTIMIZERS, WAYS, Cell, Outcome, outcome, run
 from benchmarks.sharded_trainings.models import MODELS
 from wholestep.config import Strategy
+from wholestep.ir import node_meta, op_info
 
 pytestmark = pytest.mark.ranks
 
@@ -97,3 +103,53 @@ def test_optimizer_state_is_cut_over_the_last_axis_of_two(pool4: Any, stage: int
     for found in pool4.run(in_one_bucket, cell, ZERO[stage]):
         assert found.faults == ()
         assert found.kinds["all_reduce"] == 2  # of gradients over the replicas, and of the norm
+
+
+class OtherLayouts(nn.Module):
+    """Parameters whose elements lie in another order than their dims: channels last, and a transposed weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
+        self.weight = nn.Parameter(torch.randn(8, 6).t())
+        self.head = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, 4, 6, 6) to (rows, 6)."""
+        features: Tensor = self.head(self.conv(x).mean((2, 3))) @ self.weight
+        return features
+
+
+def of_other_layouts(strategy: Strategy) -> tuple[list[str], list[str]]:
+    """What differs from eager DDP, and collectives that are given something else than contiguous tensors."""
+    world = ws.init()
+    torch.manual_seed(0)
+    ours = OtherLayouts().double().to(world.device)
+    theirs = DistributedDataParallel(copy.deepcopy(ours))
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (ours, theirs)]
+
+    def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step = ws.compile(train_step, strategy=strategy, fullgraph=True)
+    for call in range(3):
+        x = torch.randn(4, 4, 6, 6, generator=torch.Generator().manual_seed(2 * call + world.rank))
+        for one, *trained in zip((step, train_step), (ours, theirs), optimizers, strict=True):
+            one(*trained, x.double().to(world.device))
+    faults = []
+    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        whole = mine.full_tensor() if isinstance(mine, DTensor) else mine
+        if not torch.allclose(whole, other, rtol=1e-9, atol=1e-9) or mine.stride() != other.stride():
+            faults.append(name)
+    sent = [one for node in step.program().graph.nodes if op_info.is_collective(node) for one in node.all_input_nodes]
+    return faults, [one.name for one in sent if not node_meta.tensor(one).is_contiguous()]
+
+
+@pytest.mark.parametrize("pool", ["pool2", pytest.param("nccl2", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("way", [way for way in ONE_BUCKET if way != "HSDP 2x2"])
+def test_parameters_in_other_layouts_equal_eager_ddp(request: pytest.FixtureRequest, pool: str, way: str) -> None:
+    for faults, sent in request.getfixturevalue(pool).run(of_other_layouts, ONE_BUCKET[way][0]):
+        assert faults == []
+        assert sent == []
