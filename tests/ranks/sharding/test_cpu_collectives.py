@@ -6,15 +6,17 @@ import collections
 import time
 from datetime import timedelta
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_map
 
 import wholestep as ws
 from wholestep.ir import op_info
+from wholestep.ir.ops.collectives import ALL_GATHER_INTO
 from wholestep.lower.base import cpu_collectives
 from wholestep.lower.base.cpu_collectives import (
     all_gather,
@@ -133,8 +135,22 @@ def test_a_step_sends_messages_that_gloo_carries_well(pool2: Any) -> None:
         assert not any("all_gather" in name for name in counts), counts
 
 
-def test_elsewhere_torch_starts_them() -> None:
-    with patch.object(cpu_collectives, "_TOGETHER", return_value=["started"]) as stock:
-        tensors = [torch.empty(4, device="meta"), torch.empty(2, device="meta")]
-        assert reduce_scatter_together(tensors, "sum", 2, "group") == ["started"]
-    stock.assert_called_once_with(tensors, "sum", 2, "group")
+GIVEN: dict[Any, tuple[Any, ...]] = {
+    op_info.c10d.reduce_scatter_tensor_coalesced.default: ([torch.empty(4), torch.empty(2)], "sum", 2, "0"),
+    op_info.c10d.all_gather_into_tensor.default: (torch.empty(4), 2, "0"),
+    op_info.c10d.all_gather_into_tensor_coalesced.default: ([torch.empty(4), torch.empty(2)], 2, "0"),
+    ALL_GATHER_INTO: ([torch.empty(4)], [torch.empty(8)], 2, "0"),
+}
+
+
+def test_each_has_its_case() -> None:
+    assert GIVEN.keys() == cpu_collectives.REPLACEMENTS.keys()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("operator", GIVEN, ids=str)
+def test_they_stand_in_on_cpus_alone(operator: Any, device: str) -> None:
+    stock, stand_in = Mock(return_value="torch"), Mock(return_value="ours")
+    given = tree_map(lambda one: one.to(device) if isinstance(one, torch.Tensor) else one, GIVEN[operator])
+    assert cpu_collectives._on_cpu(stock, stand_in)(*given) == ("ours" if device == "cpu" else "torch")
+    (stand_in if device == "cpu" else stock).assert_called_once_with(*given)

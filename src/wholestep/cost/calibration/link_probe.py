@@ -115,6 +115,7 @@ def _call(op: str, num_bytes: int, group: str, device: torch.device) -> Call:
     length = max(1, num_bytes // 4 // ranks)
     part, whole, gathered = (torch.zeros(size, device=device) for size in (length, length * ranks, length * ranks))
     splits = [length] * ranks
+    # Into a tensor, as the functional gather breaks memory under gloo: decision 157.
     calls: dict[str, Call] = {
         "all_reduce": lambda: c10d.all_reduce_.default(whole, "sum", group),
         "all_gather": lambda: c10d.all_gather_into_tensor_out.default(part, ranks, group, out=gathered),

@@ -22,8 +22,6 @@ from torch import Tensor
 from wholestep.ir import op_info
 from wholestep.ir.ops.collectives import ALL_GATHER_INTO, group_named, started
 
-_TOGETHER = op_info.c10d.reduce_scatter_tensor_coalesced.default
-
 
 def reduce_scatter_together(tensors: Sequence[Tensor], reduce_op: str, size: int, group: str) -> list[Tensor]:
     """The parts of this rank of the sums of tensors, as ``reduce_scatter_tensor_coalesced`` gives them.
@@ -34,11 +32,10 @@ def reduce_scatter_together(tensors: Sequence[Tensor], reduce_op: str, size: int
         size: the number of ranks in the group.
         group: its name.
 
-    On CPUs, tensors of one dtype are one message, and the results are there. Others start as torch has it.
+    Tensors of one dtype are one message, and the results are there. Others start as torch has it.
     """
-    first = tensors[0]
-    if not first.is_cpu or len(tensors) < 2 or any(one.dtype is not first.dtype for one in tensors):
-        begun: list[Tensor] = _TOGETHER(tensors, reduce_op, size, group)
+    if len(tensors) < 2 or any(one.dtype is not tensors[0].dtype for one in tensors):
+        begun: list[Tensor] = op_info.c10d.reduce_scatter_tensor_coalesced.default(tensors, reduce_op, size, group)
         return begun
     message = torch.cat([one.reshape(size, -1) for one in tensors], 1)
     reduced = op_info.WAIT(op_info.c10d.reduce_scatter_tensor(message.flatten(), reduce_op, size, group))
@@ -50,17 +47,11 @@ def reduce_scatter_together(tensors: Sequence[Tensor], reduce_op: str, size: int
 
 def all_gather(shard: Tensor, size: int, group: str) -> Tensor:
     """What ``all_gather_into_tensor`` gives: the shards of `size` ranks in the order of their rows."""
-    if not shard.is_cpu:
-        begun: Tensor = op_info.c10d.all_gather_into_tensor.default(shard, size, group)
-        return begun
     return all_gather_into([shard], [_whole(shard, size)], size, group)[0]
 
 
 def all_gather_together(shards: Sequence[Tensor], size: int, group: str) -> list[Tensor]:
     """What ``all_gather_into_tensor_coalesced`` gives: `all_gather` of each, in one message."""
-    if not shards[0].is_cpu:
-        begun: list[Tensor] = op_info.c10d.all_gather_into_tensor_coalesced.default(shards, size, group)
-        return begun
     return all_gather_into(shards, [_whole(one, size) for one in shards], size, group)
 
 
@@ -75,9 +66,6 @@ def all_gather_into(shards: Sequence[Tensor], wholes: Sequence[Tensor], size: in
 
     What the wait raises is what gloo raises.
     """
-    if not shards[0].is_cpu:
-        begun: list[Tensor] = ALL_GATHER_INTO(shards, wholes, size, group)
-        return begun
     gather, sent, received = group_named(group)._allgather_base, _bytes(shards), _bytes(wholes)
     if len(shards) == 1:
         return [started(wholes[0], gather(received[0], sent[0]))]
@@ -116,10 +104,21 @@ def _whole(shard: Tensor, size: int) -> Tensor:
     return shard.new_empty(size * shard.shape[0], *shard.shape[1:])
 
 
-REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {
-    _TOGETHER: reduce_scatter_together,
+def _on_cpu(operator: Callable[..., Any], stand_in: Callable[..., Any]) -> Callable[..., Any]:
+    """`stand_in` for tensors on a CPU, `operator` for others. Both take a tensor, or a list of them, first."""
+
+    def run(given: Any, *rest: Any) -> Any:
+        first = given if isinstance(given, Tensor) else given[0]
+        return (stand_in if first.is_cpu else operator)(given, *rest)
+
+    return run
+
+
+_STAND_INS: Mapping[Any, Callable[..., Any]] = {
+    op_info.c10d.reduce_scatter_tensor_coalesced.default: reduce_scatter_together,
     op_info.c10d.all_gather_into_tensor.default: all_gather,
     op_info.c10d.all_gather_into_tensor_coalesced.default: all_gather_together,
     ALL_GATHER_INTO: all_gather_into,
 }
-"""By operator of torch."""
+REPLACEMENTS = {operator: _on_cpu(operator, stand_in) for operator, stand_in in _STAND_INS.items()}
+"""What runs in the place of an operator, by operator."""

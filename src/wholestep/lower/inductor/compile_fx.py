@@ -272,7 +272,8 @@ class _CapturedLayouts(Numbers):
         both = isinstance(found, torch.Tensor) and isinstance(wanted, torch.Tensor)
         if not both or n.op != "call_function" or op_info.is_view(n):
             return found
-        if op_info.writes_into_copy(n.target) and _sees_places_twice(wanted):  # so say fake kernels of torch 2.11 alone
+        # Only the fake kernels of torch 2.11 give such strides: a copy that is written into has none of 0.
+        if op_info.writes_into_copy(n.target) and _sees_places_twice(wanted):
             return found
         strides = list(map(self._sizes.of, wanted.stride()))
         if _are_taken_alike(found, strides):
