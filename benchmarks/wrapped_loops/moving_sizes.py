@@ -4,13 +4,17 @@
     python -m benchmarks.wrapped_loops.moving_sizes --workload W1             # GPUs, a reference training
     python -m benchmarks.wrapped_loops.moving_sizes --model bert              # of Hugging Face, with padded rows
     python -m benchmarks.wrapped_loops.moving_sizes --lengths 8               # batches that users sort by length
+    python -m benchmarks.wrapped_loops.moving_sizes --passes 2                # behind thousands of steps
     python -m benchmarks.wrapped_loops.moving_sizes --ways eager graph inductor --json
 
 Each rank draws lengths of its own, from an eighth of the workload's length to all of it. All ways take the same batches
 by turns in one run. `first` is the wall time of the first batches, all compilation included; `ms` is the median of the
-batches after them, whose wall time ends when the device is idle. `constant` are the same batches cut or padded to one
-length, as compiled for that alone; `padded` has each batch made longer, up to a multiple of 64 (`ws.compile(pad=)`),
-for the GPT alone, whose loss stays the same. Losses are compared with those of the eager loop.
+batches after them, whose wall time ends when the device is idle, and `mean` their mean. `constant` are as many tokens
+in batches of one length, as compiled for that alone; `padded` has each batch made longer, up to a multiple of 64
+(`ws.compile(pad=)`), for the GPT alone, whose loss stays the same. Losses are compared with those of the eager loop.
+
+On a GPU a length has a CUDA graph from its second batch on. With `--passes 2` our ways take two batches of every length
+before those that are measured, as a training of thousands of steps has.
 
 A library that prepares itself for each new length (cuDNN's attention) does so for whoever comes first. So the forward
 and backward of eager code see all lengths before, and no way pays for that.
@@ -21,6 +25,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -46,14 +51,18 @@ PADS = {"x": ws.Pad(dim=1, multiple=MULTIPLE), "y": ws.Pad(dim=1, multiple=MULTI
 """Of `padded`: no loss is taken past the end of a row, and no token before sees what comes later."""
 
 
+def possible_lengths(size: LanguageModelSize, num_lengths: int) -> range:
+    """So many lengths, the same way apart; with 0 all from an eighth of the workload's length on."""
+    step = size.length // num_lengths if num_lengths else 1
+    return range(step if num_lengths else size.length // 8, size.length + 1, step)
+
+
 def batches(
     size: LanguageModelSize, device: torch.device, rank: int, count: int, num_lengths: int = 0
 ) -> list[tuple[Tensor, Tensor]]:
     """Tokens and the tokens after them, of another length in each; `num_lengths`: of so many lengths, 0 for any."""
     draw, numbers = random.Random(rank + 1), torch.Generator().manual_seed(rank + 1)
-    step = size.length // num_lengths if num_lengths else 1
-    lengths = range(step if num_lengths else size.length // 8, size.length + 1, step)
-    made = []
+    lengths, made = possible_lengths(size, num_lengths), []
     for _ in range(count):
         length = draw.choice(lengths)
         tokens = torch.randint(1, size.vocabulary, (size.rows, length + 1), generator=numbers).to(device)
@@ -115,35 +124,65 @@ def meet(model_name: str, size: LanguageModelSize, data: Sequence[tuple[Tensor, 
 
 
 def measure(
-    workload: str, model_name: str, ways: Sequence[str], first: int, num_lengths: int
+    workload: str, model_name: str, ways: Sequence[str], first: int, lengths: tuple[int, int]
 ) -> dict[str, dict[str, float]]:
-    """Of each way: seconds of the first batches, median ms of the others, difference of a loss from eager code."""
+    """Of each way: seconds of the first batches, ms of the others, difference of a loss from eager code. `lengths`: of
+    how many batches are, 0 for any, and how often our ways take each before those that are measured."""
     world, size = ws.init(), SIZES[workload]
+    num_lengths, passes = lengths
     data = batches(size, world.device, world.rank, first + MEASURED, num_lengths)
     meet(model_name, size, data, world.device)
-    middle = size.length * 9 // 16
+    middle = 16 * math.ceil(statistics.mean(x.shape[1] for x, _ in data[first:]) / 16)
     steps = {way: contender(way, model_name, size, world.device) for way in ways}
     times: dict[str, list[float]] = {way: [] for way in ways}
     losses: dict[str, list[Tensor]] = {way: [] for way in ways}
     for number, batch in enumerate(data):
+        if number == first:
+            take_all_lengths(
+                [steps[way] for way in ways if way in BACKENDS and way != "constant"], size, batch, lengths
+            )
         for way in ways if number % 2 else reversed(ways):
-            own = tuple(one[:, :middle] if way == "constant" else one for one in batch)
-            if way == "constant":
-                whole = (torch.nn.functional.pad(one, (0, middle - one.shape[1])) for one in own)
-                own = tuple(one.clone(memory_format=torch.contiguous_format) for one in whole)
-            ms, loss = timed(steps[way], own)  # type: ignore[arg-type]
+            ms, loss = timed(steps[way], of_length(batch, middle) if way == "constant" else batch)
             times[way].append(ms)
             losses[way].append(loss)
-    eager = torch.stack(losses["eager"])
+    # Where all lengths are taken first, ours have trained on more.
+    compared = slice(0, first if passes else None)
+    eager = torch.stack(losses["eager"][compared])
     return {
         way: {
             "first_s": sum(times[way][:first]) / 1e3,
             "ms": statistics.median(times[way][first:]),
-            "difference": float((torch.stack(losses[way]) - eager).abs().max()) if way != "constant" else float("nan"),
+            "mean_ms": statistics.mean(times[way][first:]),
+            "difference": (
+                float((torch.stack(losses[way][compared]) - eager).abs().max()) if way != "constant" else float("nan")
+            ),
             "traces": steps[way].cache_info().traces if way in BACKENDS else float("nan"),  # type: ignore[attr-defined]
         }
         for way in ways
     }
+
+
+def of_length(batch: tuple[Tensor, Tensor], length: int) -> tuple[Tensor, Tensor]:
+    """The batch, cut or padded to a length."""
+    own = (one[:, :length] for one in batch)
+    x, y = (nn.functional.pad(one, (0, length - one.shape[1])) for one in own)
+    return x.clone(memory_format=torch.contiguous_format), y.clone(memory_format=torch.contiguous_format)
+
+
+def take_all_lengths(
+    steps: Sequence[Callable[..., Tensor]],
+    size: LanguageModelSize,
+    like: tuple[Tensor, Tensor],
+    lengths: tuple[int, int],
+) -> None:
+    """Has steps take batches of each length, as often as `lengths` says behind the number of lengths."""
+    num_lengths, passes = lengths
+    numbers = torch.Generator().manual_seed(0)
+    for _ in range(passes):
+        for length in possible_lengths(size, num_lengths):
+            tokens = torch.randint(1, size.vocabulary, (size.rows, length + 1), generator=numbers).to(like[0].device)
+            for step in steps:
+                step(tokens[:, :-1], tokens[:, 1:])
 
 
 def main() -> None:
@@ -154,18 +193,27 @@ def main() -> None:
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--first", type=int, default=20, help="batches that count as the first ones")
     parser.add_argument("--lengths", type=int, default=0, help="draw from so many lengths; 0: from all")
+    parser.add_argument("--passes", type=int, default=0, help="batches of each length before those that are measured")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=("eager", "graph", "inductor"))
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     ways = ("eager", *(way for way in options.ways if way != "eager"))
-    run = functools.partial(measure, options.workload, options.model, ways, options.first, options.lengths)
+    lengths = (options.lengths, options.passes)
+    run = functools.partial(measure, options.workload, options.model, ways, options.first, lengths)
     found = ws.run(run, options.nproc)[0]
     if options.json:
         print(json.dumps(found))
         return
-    table = Table("way", "ms", "eager / this", f"first {options.first}, s", "traces", "largest difference of a loss")
+    table = Table(
+        "way", "ms", "mean", "eager / this", f"first {options.first}, s", "traces", "largest difference of a loss"
+    )
     for way, row in found.items():
-        texts = [f"{row['ms']:.2f}", f"{found['eager']['ms'] / row['ms']:.2f}", f"{row['first_s']:.1f}"]
+        texts = [
+            f"{row['ms']:.2f}",
+            f"{row['mean_ms']:.2f}",
+            f"{found['eager']['ms'] / row['ms']:.2f}",
+            f"{row['first_s']:.1f}",
+        ]
         table.add_row(way, *texts, f"{row['traces']:.0f}", f"{row['difference']:.1e}")
     Console().print(table)
 

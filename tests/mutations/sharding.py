@@ -19,6 +19,7 @@ MODULES = "tests/ranks/sharding/test_live_modules.py"
 EXCHANGED = "tests/ranks/sharding/test_exchanged_weights.py"
 WAITING = "tests/ranks/wrapped/test_waiting_gradients.py"
 POOL = "tests/unit/lower/cudagraph/test_graph_pool.py"
+SIZED = "tests/unit/lower/cudagraph/test_sized_graphs.py"
 
 SHOWN = "tests/ranks/wrapped/test_shown_shards.py::test_it_does_what_eager_code_does"
 
@@ -355,6 +356,30 @@ SHARDING_MUTATIONS = (
         old='                torch._C._cuda_clearCublasWorkspaces()  # see "nothing may stay in it"',
         new="                pass",
         tests=(f"{POOL}::test_no_workspace_stays_in_a_pool",),
+    ),
+    Mutation(
+        name="a_full_device_gets_more_graphs",
+        what="graphs of more and more sizes are made until the device has no memory",
+        file="lower/cudagraph/sized_graphs.py",
+        old="if len(others) >= SURE_SIZES and self._pool.is_short_of_memory():",
+        new="if False:",
+        tests=(f"{SIZED}::test_on_a_full_device_a_new_size_takes_the_place_of_another",),
+    ),
+    Mutation(
+        name="draws_of_a_size_are_not_observed",
+        what="a size is captured before anybody knows from where its graph draws",
+        file="lower/cudagraph/graph_runner.py",
+        old="max(self._warm_up_calls, any(piece.is_observed for piece in self._pieces))",
+        new="self._warm_up_calls",
+        tests=(f"{SIZED}::test_a_size_runs_once_more_where_a_graph_has_to_know_how_random_numbers_are_drawn",),
+    ),
+    Mutation(
+        name="garbage_before_each_capture",
+        what="each capture of a size looks for garbage first, which takes twenty times as long",
+        file="lower/cudagraph/graph_pool.py",
+        old="            if self._keeper is None:\n                gc.collect()",
+        new="            gc.collect()\n            if self._keeper is None:\n                pass",
+        tests=(f"{POOL}::test_garbage_is_looked_for_before_the_first_capture_alone",),
     ),
     Mutation(
         name="gathers_cut_elsewhere",

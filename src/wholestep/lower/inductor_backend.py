@@ -168,10 +168,8 @@ class InductorBackend(Backend):
     def _step(self, program: Program, wait: Wait | None) -> Step:
         moves = bool(sized_graphs.moving_inputs(program))
         # Algorithms of products are measured for one size each, and every batch may have another one.
-        lower = partial(
-            eager_backend.lower, wait=wait, compile_segment=self._compiler.compile,
-            replacements=None if moves else self._operators,
-        )  # fmt: skip
+        replacements = None if moves else self._operators
+        lower = eager_backend.Lowering(wait=wait, compile_segment=self._compiler.compile, replacements=replacements)
         if not self._on_gpu or wait is not None:
             return lower(program)
         program = self._compiler.multi_tensor.overlap_last_update(program)

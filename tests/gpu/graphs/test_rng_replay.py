@@ -49,16 +49,19 @@ def train_step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tenso
     return loss.detach()
 
 
-def train(step: Callable[..., Tensor], *, rate: float, checkpoints: bool) -> tuple[list[Tensor], list[Tensor]]:
+def train(
+    step: Callable[..., Tensor], *, rate: float, checkpoints: bool, rows: tuple[int, ...] = (128,)
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Losses and parameters, and the states of the generator. Batches have these rows, by turns."""
     torch.manual_seed(0)
     model = Net(rate, checkpoints).cuda()
     opt = torch.optim.SGD(model.parameters(), lr=0.05)
-    x = torch.randn(128, WIDTH, device="cuda")
+    x = torch.randn(max(rows), WIDTH, device="cuda")
     losses, states = [], []
     for number in range(STEPS):
         if number in (3, 6):
             torch.manual_seed(number)
-        losses.append(step(model, opt, x))
+        losses.append(step(model, opt, x[: rows[number % len(rows)]]))
         states.append(torch.cuda.get_rng_state())
     return [*losses, *model.parameters()], states
 
@@ -95,3 +98,16 @@ def test_what_a_capture_writes_comes_before_a_replay(monkeypatch: pytest.MonkeyP
     torch.cuda.current_stream().synchronize()
     assert pool._stream is not None
     assert pool._stream.query()
+
+
+def test_masks_are_those_of_eager_code_where_rows_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number of rows is captured after its second batch, in which it is seen where the generator stands."""
+    captures, capture = list[Any](), Pool.capture
+    monkeypatch.setattr(Pool, "capture", lambda *args: captures.append(args) or capture(*args))
+    step = ws.compile(train_step, backend="inductor", dynamic=True)
+    rows = (128, 96)
+    found, wanted = (train(run, rate=0.3, checkpoints=True, rows=rows) for run in (step, train_step))
+    assert len(captures) == len(rows)
+    assert all(map(torch.equal, found[1], wanted[1]))
+    for one, other in zip(found[0], wanted[0], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

@@ -7,6 +7,7 @@ import linecache
 import types
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -65,6 +66,75 @@ class EagerBackend(Backend):
         return ExecutionMode("eager")
 
 
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class _Text:
+    """A program's text, as Python has compiled it."""
+
+    program: Program
+    rendered: printer.Rendered
+    filename: str
+    code: types.CodeType
+
+
+class Lowering:
+    """Makes functions of programs. One program may have any number: its text is written and compiled once."""
+
+    def __init__(
+        self,
+        *,
+        wait: Wait | None = None,
+        compile_segment: Compile | None = None,
+        replacements: Mapping[torch._ops.OpOverload, Callable[..., Any]] | None = None,
+    ) -> None:
+        """
+        Args:
+            wait: stands in for ``wait_tensor``.
+            compile_segment: what it makes of a segment, anew for each function, stands in for running its nodes.
+            replacements: what stands in for other operators, besides collectives on CPUs.
+        """
+        self._compile_segment = compile_segment
+        others = {**cpu_collectives.REPLACEMENTS, **(replacements or {})}
+        self._functions: dict[Any, Callable[..., Any]] = {one._op: function for one, function in others.items()}
+        if wait is not None:
+            self._functions[op_info.WAIT._op] = wait
+        self._texts: dict[int, _Text] = {}
+
+    def __call__(self, program: Program) -> Step:
+        """As `lower`."""
+        text = self._texts.get(id(program))
+        if text is None:
+            text = self._texts[id(program)] = _text(program)
+        functions, namespace = self._functions, dict(text.rendered.namespace)
+        calls = {name: thing for name, thing in namespace.items() if isinstance(thing, types.BuiltinFunctionType)}
+        namespace.update({name: functions[thing] for name, thing in calls.items() if thing in functions})
+        if self._compile_segment is not None:
+            segments = {name: thing for name, thing in namespace.items() if isinstance(thing, Segment)}
+            namespace.update({name: self._compile_segment(segment) for name, segment in segments.items()})
+        exec(text.code, namespace)
+        step: Step = namespace["step"]
+
+        def run(inputs: list[Any]) -> tuple[Any, ...]:
+            try:
+                return step(inputs)
+            except Exception as error:
+                node = text.rendered.nodes.get(_line_in(text.filename, error.__traceback__))
+                if node is not None:
+                    error.add_note(_describe(node))
+                    setattr(error, _NODE, node)
+                raise
+
+        return run
+
+
+def _text(program: Program) -> _Text:
+    rendered, filename = printer.render(program, short_names=True), f"<wholestep step {next(_numbers)}>"
+    made = _Text(program, rendered, filename, compile(rendered.text, filename, "exec"))
+    # No modification time: linecache then never tries to read the file again.
+    linecache.cache[filename] = (len(rendered.text), None, rendered.text.splitlines(keepends=True), filename)
+    weakref.finalize(made, linecache.cache.pop, filename, None)
+    return made
+
+
 def lower(
     program: Program,
     *,
@@ -72,44 +142,13 @@ def lower(
     compile_segment: Compile | None = None,
     replacements: Mapping[torch._ops.OpOverload, Callable[..., Any]] | None = None,
 ) -> Step:
-    """A function from inputs to results, in the order of the program's records.
-
-    `wait` stands in for ``wait_tensor``; what `compile_segment` makes of a segment stands in for running its nodes;
-    `replacements` has what stands in for other operators, besides collectives on CPUs.
+    """A function from inputs to results, in the order of the program's records. Arguments are those of `Lowering`.
 
     Writes that are done, whose result is None, are left out at the end, where they stand in a scheduled program.
     The caller turns gradients off (``torch.no_grad()``). The generated line shows up in tracebacks, and an
     error from a node carries a note with the user's line, module and shape of that node.
     """
-    rendered = printer.render(program, short_names=True)
-    filename = f"<wholestep step {next(_numbers)}>"
-    namespace = dict(rendered.namespace)
-    others = {**cpu_collectives.REPLACEMENTS, **(replacements or {})}
-    functions = {operator._op: function for operator, function in others.items()}
-    if wait is not None:
-        functions[op_info.WAIT._op] = wait
-    calls = {name: thing for name, thing in namespace.items() if isinstance(thing, types.BuiltinFunctionType)}
-    namespace.update({name: functions[thing] for name, thing in calls.items() if thing in functions})
-    if compile_segment is not None:
-        segments = {name: thing for name, thing in namespace.items() if isinstance(thing, Segment)}
-        namespace.update({name: compile_segment(segment) for name, segment in segments.items()})
-    exec(compile(rendered.text, filename, "exec"), namespace)
-    step: Step = namespace["step"]
-
-    def run(inputs: list[Any]) -> tuple[Any, ...]:
-        try:
-            return step(inputs)
-        except Exception as error:
-            node = rendered.nodes.get(_line_in(filename, error.__traceback__))
-            if node is not None:
-                error.add_note(_describe(node))
-                setattr(error, _NODE, node)
-            raise
-
-    # No modification time: linecache then never tries to read the file again.
-    linecache.cache[filename] = (len(rendered.text), None, rendered.text.splitlines(keepends=True), filename)
-    weakref.finalize(run, linecache.cache.pop, filename, None)
-    return run
+    return Lowering(wait=wait, compile_segment=compile_segment, replacements=replacements)(program)
 
 
 def failing_node(error: BaseException) -> fx.Node | None:

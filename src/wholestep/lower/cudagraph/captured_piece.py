@@ -93,6 +93,11 @@ class CapturedPiece:
         self._outputs: Sequence[Any] = ()
         self._rng_replay = rng_replay.RngReplay.of(piece.program, pool.device) if piece.captured else None
 
+    @property
+    def is_observed(self) -> bool:
+        """Whether a capture has to know how a plain run has set the random generator."""
+        return self._rng_replay is not None
+
     def reset(self) -> None:
         """Drops the graph, which may not be running."""
         if self.graph is not None:

@@ -20,6 +20,9 @@ ROOM = 1.02
 """Room for what is alive at once, over its bytes: blocks of an allocator are larger than tensors, with gaps between
 them. From traces of W3: from 1.02 on all fits under DDP and FSDP."""
 
+LEAST_FREE = 1 / 64
+"""Share of the device's memory that graphs of more sizes leave free. The driver keeps a graph outside of the pool."""
+
 
 def is_linear_algebra(error: BaseException) -> bool:
     """Whether an error was raised by a call of a step, or a segment of calls, that solves or factors by a library."""
@@ -80,6 +83,13 @@ class Pool:
         self._members.add(member)
         self._room_bytes = max(self._room_bytes, num_bytes)
 
+    def is_short_of_memory(self) -> bool:
+        """Whether so little of the device is free that another graph might not fit."""
+        if self.device.type != "cuda":
+            return False
+        free_bytes, all_bytes = torch.cuda.mem_get_info(self.device)
+        return free_bytes < LEAST_FREE * all_bytes
+
     def may_keep_results_of(self, member: Member) -> bool:
         """Whether results of `member` may stay in the pool between replays: one owner's at a time may."""
         return self._results_owner() in (None, member)
@@ -109,9 +119,10 @@ class Pool:
         Raises what `body` raises, or RuntimeError for what CUDA cannot capture. Nothing has run then, and torch is as
         it was before.
         """
-        gc.collect()  # and nothing meanwhile: to destroy a graph, a kernel or a group ends a capture
+        # Nothing is collected meanwhile: to destroy a graph, a kernel or a group ends a capture.
         with torch.cuda.device(self.device), gc_paused():
             if self._keeper is None:
+                gc.collect()  # what a trace has left may hold memory; it takes 20 times as long as a capture
                 self._renew(room_bytes=int(ROOM * self._room_bytes))
             try:
                 graph, results = self._captured(body, rng)

@@ -86,7 +86,8 @@ class GraphRunner:
             refused: the targets of calls by which `parts` are cut, with what was said. Those that turn out to be none
                 for a graph here are added, for other programs.
             room_bytes: the most that the step is to need at once.
-            warm_up_calls: how many run as they are before one is captured, at least one.
+            warm_up_calls: how many run as they are before one is captured. At least one does where a graph has to know
+                how the step sets the random generator.
             keeps_grads: whether gradients may stay in the memory of graphs, which drops those of all other runners.
         """
         self._program, self._lower, self._pool = program, lower, pool
@@ -111,6 +112,7 @@ class GraphRunner:
         self._parts, self._calls = parts, 0
         self._host = self._lower(parts.host)
         self._pieces = captured_pieces(self._program, parts, self._lower, self._pool)
+        self._plain_calls = max(self._warm_up_calls, any(piece.is_observed for piece in self._pieces))
         written = {o.target for o in self._program.outputs if o.kind is OutputKind.WRITE}
         self._written = [(place, number) for place, number in enumerate(parts.inputs) if number in written]
         self._on_device = [
@@ -162,7 +164,7 @@ class GraphRunner:
         values = [*(inputs[number] for number in self._parts.inputs), *host_results[:num_host_values]]
         values += [None] * (self._parts.num_values - len(values))
         self._calls += 1
-        replays = self._calls > self._warm_up_calls and not self.why_none
+        replays = self._calls > self._plain_calls and not self.why_none
         if replays and self._kept_grads is not None and not self._kept_grads.are_unshared(inputs):
             self._may_keep_grads = False
             self._pool.release_results_of(self)

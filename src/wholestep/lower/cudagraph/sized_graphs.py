@@ -1,16 +1,18 @@
-"""CUDA graphs of a step whose arguments have sizes that move: graphs for each of the sizes that come again and again.
+"""CUDA graphs of a step whose arguments have sizes that move: graphs for each of the sizes that come again.
 
 A graph is a list of launches for one set of sizes. Compiled code is for all of them, so what a new size costs is a
-capture. Where every batch has a length of its own none pays: the step is launched kernel by kernel. A size is captured
-when it was seen a few times among the last ones.
+capture, which takes as long as a call that is launched kernel by kernel. So a size is captured when it is seen for the
+second time, and a training on texts of 900 lengths comes to replay nearly all its steps.
 
 Note: memory
     All graphs are in the pool of the step and never run side by side. Each holds its arguments and what the step
-    returns; the rest of the pool is as large as the largest of the sizes needs it.
+    returns; the rest of the pool is as large as the largest of the sizes needs it. Besides, the driver keeps some
+    kilobytes for each launch. On a device with little free memory the size that was not seen for longest makes room
+    for a new one.
 
 Note: steps of their own
     What is lowered for a graph is lowered for it alone: kernels over lists of tensors have a table of addresses that a
-    graph reads in every replay.
+    graph reads in every replay. All share the text, and what such kernels are laid out by.
 """
 
 from __future__ import annotations
@@ -29,12 +31,16 @@ from wholestep.ir.sizes import numbers_of
 from wholestep.lower.cudagraph.graph_pool import Pool
 from wholestep.lower.cudagraph.graph_runner import GraphRunner
 from wholestep.lower.cudagraph.partition import Partition, partition
+from wholestep.util.gc_pause import gc_paused
 
-MOST_SIZES = 16
-"""Sizes that have graphs, or calls on the way to them: the one that was not seen for longest makes room."""
+MOST_SIZES = 1024
+"""Sizes that are known, with graphs or without: the one that was not seen for longest makes room."""
 
-PLAIN_CALLS = 2
-"""Calls of a size that run without graphs, before it has a `GraphRunner`, whose first call does so too."""
+SURE_SIZES = 16
+"""Sizes that have graphs however little of the device is free."""
+
+PLAIN_CALLS = 1
+"""Calls of a size that run without graphs, in which libraries meet it, before one is captured."""
 
 
 def moving_inputs(program: Program) -> list[int]:
@@ -95,15 +101,17 @@ class SizedGraphs:
         seen = self._seen.setdefault(sizes, _Seen())
         self._seen.move_to_end(sizes)
         if len(self._seen) > MOST_SIZES:
-            _, oldest = self._seen.popitem(last=False)
-            if oldest.runner is not None:
-                oldest.runner.retire()
+            _drop_graphs(self._seen.popitem(last=False)[1])
         seen.num_calls += 1
         if seen.runner is None and seen.num_calls > PLAIN_CALLS:
-            seen.runner = GraphRunner(
-                self._program, self._parts, self._lower, self._pool,
-                refused=self._refused, room_bytes=self._room_bytes, warm_up_calls=1, keeps_grads=False,
-            )  # fmt: skip
+            others = [one for one in self._seen.values() if one.runner is not None]
+            if len(others) >= SURE_SIZES and self._pool.is_short_of_memory():
+                _drop_graphs(others[0])
+            with gc_paused():
+                seen.runner = GraphRunner(
+                    self._program, self._parts, self._lower, self._pool,
+                    refused=self._refused, room_bytes=self._room_bytes, warm_up_calls=0, keeps_grads=False,
+                )  # fmt: skip
         return seen.runner
 
     def _learn(self, runner: GraphRunner) -> None:
@@ -114,6 +122,10 @@ class SizedGraphs:
         parts = partition(self._program, self._refused)
         self._parts, self._cut_by = parts if isinstance(parts, Partition) else self._parts, {*self._refused}
         for seen in self._seen.values():
-            if seen.runner is not None:
-                seen.runner.retire()
-            seen.runner = None
+            _drop_graphs(seen)
+
+
+def _drop_graphs(seen: _Seen) -> None:
+    if seen.runner is not None:
+        seen.runner.retire()
+    seen.runner = None

@@ -77,6 +77,7 @@ class MultiTensorCompiler:
         self._plans: dict[Segment, Plan | str] = {}
         """Why not, for what is not computed here; nothing where Inductor has compiled it in another process."""
         self._awaited: dict[Segment, _Awaited] = {}
+        self._layouts: dict[Segment, _Layout] = {}
         self._texts: dict[str, str] = {}
         self._building: threading.Thread | None = None
 
@@ -91,12 +92,13 @@ class MultiTensorCompiler:
 
     def compile(self, segment: Segment) -> MultiTensorSegment | None:
         """A function that does what the segment does, with tables of its own; None for what is not computed here."""
-        found = self._of(segment)
-        if isinstance(found, Plan):
-            return MultiTensorSegment(found, self._awaited.get(segment), self._building)
-        if found and any(map(takes, segment.calls)):
-            log.info("%s is left to Inductor: %s", segment.name, found)
-        return None
+        found, awaited = self._of(segment), self._awaited.get(segment)
+        if not isinstance(found, Plan):
+            return None
+        layout = self._layouts.get(segment)
+        if layout is None or layout.plan is not found:
+            layout = self._layouts[segment] = _Layout.of(found, awaited)
+        return MultiTensorSegment(layout, awaited, self._building)
 
     def has(self, segment: Segment) -> bool:
         """Whether a segment is computed here."""
@@ -129,7 +131,9 @@ class MultiTensorCompiler:
 
     def _of(self, segment: Segment) -> Plan | str:
         if segment not in self._plans:
-            self._plans[segment] = plan(segment, self._texts)
+            self._plans[segment] = found = plan(segment, self._texts)
+            if isinstance(found, str) and found and any(map(takes, segment.calls)):
+                log.info("%s is left to Inductor: %s", segment.name, found)
         return self._plans[segment]
 
     def overlap_last_update(self, program: Program) -> Program:
@@ -171,19 +175,27 @@ class MultiTensorCompiler:
         )
 
 
-class MultiTensorSegment:
-    """A segment as its kernels: takes a list of arguments, which it empties, and gives a list of results."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layout:
+    """What all functions of a plan share: where its kernels begin in the tables, and what each program does."""
 
-    def __init__(self, plan: Plan, awaited: _Awaited | None = None, building: threading.Thread | None = None) -> None:
-        """Lays out the tables. Not to be called in a capture. `building` builds the kernels, until when calls wait."""
-        self._plan, self._device, self._awaited, self._building = plan, plan.device, awaited, building
-        self._needs_bytes: list[int] = []
-        """Of what is awaited, for each program of the first kernel, in order."""
-        on_gpu = self._device.type == "cuda"
+    plan: Plan
+    launches: tuple[tuple[Any, int, int, int], ...]
+    """Kernel, where its table starts, where its programs start, how many they are."""
+    needs_bytes: tuple[int, ...]
+    """Of what is awaited, for each program of the first kernel, in order."""
+    bases: Tensor
+    offsets: Tensor
+    programs: Tensor
+    """On the device. A capture cannot make it."""
+
+    @classmethod
+    def of(cls, plan: Plan, awaited: _Awaited | None) -> _Layout:
+        """That of a plan. Not to be called in a capture."""
         cells: list[Cell] = []
         programs: list[tuple[int, int]] = []
-        self._launches: list[tuple[Any, int, int, int]] = []
-        """Kernel, where its table starts, where its programs start, how many they are."""
+        launches: list[tuple[Any, int, int, int]] = []
+        needs_bytes: tuple[int, ...] = ()
         for kernel in plan.kernels:
             first = len(programs)
             for row, (*_, size) in enumerate(kernel.rows):
@@ -191,19 +203,35 @@ class MultiTensorSegment:
             if awaited is not None and not kernel.of_numbers:
                 needs = {(row, chunk): _needed_bytes(kernel.rows[row], chunk, awaited) for row, chunk in programs}
                 programs.sort(key=needs.__getitem__)
-                self._needs_bytes = [needs[one] for one in programs]
+                needs_bytes = tuple(needs[one] for one in programs)
             if len(programs) > first:
-                self._launches.append((_built(kernel.text), len(cells), first, len(programs) - first))
+                launches.append((_built(kernel.text), len(cells), first, len(programs) - first))
             cells += [cell for row in kernel.rows for cell in row]
             # Both tables start on 16 bytes, by which Triton tells variants of a kernel apart.
             cells += [Cell(base=0, offset=0)] * (len(cells) % 2)
             programs += [(0, 0)] * (len(programs) % 2)
-        self._bases = torch.tensor([cell.base for cell in cells], dtype=torch.int64, device="cpu")
-        self._offsets = torch.tensor([cell.offset for cell in cells], dtype=torch.int64, device="cpu")
-        self._programs = torch.tensor(programs, dtype=torch.int32, device=self._device)
+        return cls(
+            plan=plan, launches=tuple(launches), needs_bytes=needs_bytes,
+            bases=torch.tensor([cell.base for cell in cells], dtype=torch.int64, device="cpu"),
+            offsets=torch.tensor([cell.offset for cell in cells], dtype=torch.int64, device="cpu"),
+            programs=torch.tensor(programs, dtype=torch.int32, device=plan.device),
+        )  # fmt: skip
+
+
+class MultiTensorSegment:
+    """A segment as its kernels: takes a list of arguments, which it empties, and gives a list of results."""
+
+    def __init__(
+        self, layout: _Layout, awaited: _Awaited | None = None, building: threading.Thread | None = None
+    ) -> None:
+        """Makes tables of its own. Not to be called in a capture. `building` builds the kernels, until when calls
+        wait."""
+        self._plan, self._device, self._awaited, self._building = layout.plan, layout.plan.device, awaited, building
+        self._layout = layout
         # A capture can make neither of them.
-        self._held = torch.empty(len(cells), dtype=torch.int64, device="cpu", pin_memory=on_gpu)
-        self._captured = torch.empty(len(cells), dtype=torch.int64, device=self._device)
+        pinned, num_cells = self._device.type == "cuda", len(layout.bases)
+        self._held = torch.empty(num_cells, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        self._captured = torch.empty(num_cells, dtype=torch.int64, device=self._device)
         self._known: tuple[Any, ...] = ()
         self._table: Tensor | None = None
 
@@ -224,7 +252,7 @@ class MultiTensorSegment:
         with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
             table = self._filled([0, *map(Tensor.data_ptr, tensors)])
             done = 0 if arriving is None else self._begin(table, arriving)
-            for number, (*_, count) in enumerate(self._launches):
+            for number, (*_, count) in enumerate(self._layout.launches):
                 self._launch(table, number, 0 if number else done, count)
         arguments.clear()
         return results
@@ -241,7 +269,7 @@ class MultiTensorSegment:
         for _, event in early:
             event.wait()
         there = early[-1][0] * arriving.result.itemsize if early else 0
-        done = bisect_right(self._needs_bytes, there) // 2 * 2  # tables start on 16 bytes
+        done = bisect_right(self._layout.needs_bytes, there) // 2 * 2  # tables start on 16 bytes
         self._launch(table, 0, 0, done)
         last.wait()
         return done
@@ -249,20 +277,20 @@ class MultiTensorSegment:
     def _launch(self, table: Tensor, number: int, start: int, stop: int) -> None:
         """Some programs of a kernel."""
         if stop > start:
-            kernel, cells, first, _ = self._launches[number]
-            kernel[(stop - start,)](table[cells:], self._programs[first + start :], num_warps=_WARPS)
+            kernel, cells, first, _ = self._layout.launches[number]
+            kernel[(stop - start,)](table[cells:], self._layout.programs[first + start :], num_warps=_WARPS)
 
     def _filled(self, addresses: list[int]) -> Tensor:
         """The table with these addresses, for what is launched next."""
         on_gpu = self._device.type == "cuda"
         if on_gpu and torch.cuda.is_current_stream_capturing():
-            torch.add(torch.tensor(addresses, device="cpu")[self._bases], self._offsets, out=self._held)
+            torch.add(torch.tensor(addresses, device="cpu")[self._layout.bases], self._layout.offsets, out=self._held)
             if not capture_hooks.after_capture(self._fill):
                 self._fill()
             return self._captured
         known = (addresses, torch.cuda.current_stream() if on_gpu else None)
         if self._table is None or known != self._known:
-            filled = torch.tensor(addresses, device="cpu")[self._bases] + self._offsets
+            filled = torch.tensor(addresses, device="cpu")[self._layout.bases] + self._layout.offsets
             filled = filled.pin_memory() if on_gpu else filled
             self._known, self._table = known, filled.to(self._device, non_blocking=True)
         return self._table

@@ -11,6 +11,7 @@ import torch
 
 from tests.unit import builders
 from tests.unit.builders import aten
+from tests.unit.ir.test_serializer import with_segments
 from wholestep.ir import node_meta, printer
 from wholestep.lower.base import eager_backend
 
@@ -69,6 +70,32 @@ def test_two_steps_do_not_share_constants():
         eager_backend.lower(builders.capture(lambda x, c=constant: x + c, [torch.ones(2)])) for constant in (one, two)
     ]
     assert [float(run([torch.ones(2)])[0].sum()) for run in runs] == [4.0, 2.0]
+
+
+def test_the_functions_of_a_program_share_its_text_and_no_segment(monkeypatch):
+    program, compiled, texts = with_segments(), [], []
+    render = printer.render
+    monkeypatch.setattr(printer, "render", lambda *args, **options: texts.append(args) or render(*args, **options))
+
+    def compile_segment(segment):
+        compiled.append(segment.name)
+        return lambda arguments: []
+
+    def known():
+        return {name for name in linecache.cache if name.startswith("<wholestep step")}
+
+    lower, before = eager_backend.Lowering(compile_segment=compile_segment), known()
+    first, second = lower(program), lower(program)
+    assert len(texts) == len(known() - before) == 1
+    assert len(compiled) == 2 * len(set(compiled))
+    lower(with_segments())
+    assert len(texts) == 2
+    del lower, first
+    gc.collect()
+    assert len(known() - before) == 1  # that of the second
+    del second
+    gc.collect()
+    assert not known() - before
 
 
 def test_random_numbers_are_those_of_eager_code():

@@ -91,6 +91,22 @@ def test_nothing_is_collected_during_a_capture(cuda: FakeCuda) -> None:
     assert gc.isenabled()
 
 
+def test_garbage_is_looked_for_before_the_first_capture_alone(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes longer than many captures."""
+    pool, found = Pool(torch.device("cpu")), []
+    monkeypatch.setattr(gc, "collect", lambda: found.append(len(cuda.log)))
+    for _ in range(3):
+        pool.capture(lambda: ())
+    assert found == [0]
+
+
+@pytest.mark.parametrize(("free_bytes", "is_short"), [(1000, False), (15, True)])
+def test_a_device_with_little_free_memory(free_bytes: int, is_short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_bytes, 64 * 16))
+    assert Pool(torch.device("cuda", 0)).is_short_of_memory() == is_short
+    assert not Pool(torch.device("cpu")).is_short_of_memory()
+
+
 def test_torch_is_mended_after_a_capture_that_failed(cuda: FakeCuda) -> None:
     pool = Pool(torch.device("cpu"))
     pool.capture(lambda: ())

@@ -14,11 +14,15 @@ from tests.unit.lower.gpu_programs import Spec, gpu, scheduled
 from tests.unit.lower.replays import PARAM, Replays, breaks, graphed_of, layers, same, waits
 from wholestep.ir.program import Program
 from wholestep.lower.base import eager_backend
+from wholestep.lower.cudagraph import sized_graphs
+from wholestep.lower.cudagraph.captured_piece import CapturedPiece
 from wholestep.lower.cudagraph.partition import Partition, partition
-from wholestep.lower.cudagraph.sized_graphs import MOST_SIZES, PLAIN_CALLS, SizedGraphs
+from wholestep.lower.cudagraph.sized_graphs import SizedGraphs
 
-CAPTURED = PLAIN_CALLS + 2
-"""The call of a size that is captured: the one before it runs as it is, in the runner that captures."""
+CAPTURED = sized_graphs.PLAIN_CALLS + 1
+"""The call of a size that is captured."""
+FEW = 8
+"""Sizes that are known in a test of how many may be."""
 
 
 def square(w: Tensor, x: Tensor) -> Tensor:
@@ -84,6 +88,21 @@ def test_each_size_that_comes_again_has_graphs(name: str) -> None:
     assert not graphs.why_none
 
 
+def test_a_size_runs_once_more_where_a_graph_has_to_know_how_random_numbers_are_drawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CapturedPiece, "is_observed", True)
+    pool = Replays()
+    graphs, _ = sized(one, pool)
+    w = torch.rand(3, 3)
+    with torch.no_grad():
+        for call in range(CAPTURED):
+            graphs([w, batch(5, call)])
+        assert "capture" not in pool.calls
+        graphs([w, batch(5, CAPTURED)])
+    assert pool.calls.count("capture") == 1
+
+
 def test_what_is_laid_out_in_another_way_is_another_size() -> None:
     pool = Replays()
     graphs, plain = sized(one, pool)
@@ -113,31 +132,62 @@ def test_what_a_graph_runs_is_lowered_for_it_alone(monkeypatch: pytest.MonkeyPat
     assert sorted(map(lowered.count, set(lowered))) == [1, 2, 2]  # the whole; the host's calls and the piece, by size
 
 
-def test_sizes_that_do_not_come_again_have_none() -> None:
+def test_sizes_that_do_not_come_again_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sized_graphs, "MOST_SIZES", FEW)
     pool = Replays()
     graphs, _ = sized(one, pool)
     w = torch.rand(3, 3)
     with torch.no_grad():
-        for call in range(4 * (MOST_SIZES + 1)):
-            graphs([w, batch(1 + call % (MOST_SIZES + 1), call)])
+        for call in range(4 * (FEW + 1)):
+            graphs([w, batch(1 + call % (FEW + 1), call)])
     assert "capture" not in pool.calls
 
 
 def test_the_size_that_was_not_seen_for_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sized_graphs, "MOST_SIZES", FEW)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: pool.calls.append("synchronize"))
     pool = Replays()
     graphs, _ = sized(one, pool)
     w = torch.rand(3, 3)
     with torch.no_grad():
-        for rows in range(1, MOST_SIZES + 2):
+        for rows in range(1, FEW + 2):
             for call in range(CAPTURED):
                 graphs([w, batch(rows, call)])
-        assert pool.calls.count("capture") == MOST_SIZES + 1
+        assert pool.calls.count("capture") == FEW + 1
         assert [one for one in pool.calls if one in ("synchronize", "reset")] == ["synchronize", "reset"]
         graphs([w, batch(2, 0)])  # which is still there
         assert pool.calls[-1] == "replay"
         graphs([w, batch(1, 0)])
         assert pool.calls[-1] == "run"
+
+
+def test_on_a_full_device_a_new_size_takes_the_place_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(sized_graphs, "SURE_SIZES", 3)
+    pool, full = Replays(), True
+    monkeypatch.setattr(pool, "is_short_of_memory", lambda: full)
+    graphs, plain = sized(one, pool)
+    w = torch.rand(3, 3)
+
+    def calls(rows: int, count: int = 1) -> str:
+        for call in range(count):
+            x = batch(rows, call)
+            with torch.no_grad():
+                assert same(graphs([w, x]), plain([w, x]))
+        return pool.calls[-1]
+
+    assert [calls(rows, CAPTURED) for rows in (1, 2, 3)] == ["replay"] * 3
+    assert calls(1) == "replay"
+    assert "reset" not in pool.calls  # so many have graphs in any case
+    assert calls(4, CAPTURED) == "replay"
+    assert pool.calls.count("reset") == 1
+    assert [calls(rows) for rows in (1, 3, 4)] == ["replay"] * 3
+    assert pool.calls.count("capture") == 4
+    assert calls(2) == "replay"  # captured again, in the place of another
+    assert [pool.calls.count(one) for one in ("capture", "reset")] == [5, 2]
+    full = False
+    assert calls(5, CAPTURED) == "replay"
+    assert pool.calls.count("reset") == 2
 
 
 @pytest.mark.parametrize("what", ["waits", "breaks"])

@@ -256,6 +256,22 @@ def test_what_is_no_number_stays_none_and_zeros_divide(interpreted):
         torch.testing.assert_close(other, one, rtol=0.0, atol=0.0, equal_nan=True)
 
 
+def test_functions_of_a_segment_have_tables_of_their_own_and_a_layout_in_common(interpreted):
+    """A graph reads its table in every replay, on addresses of its own."""
+    tensors = draw([(40,), (3, 7)], torch.float32, 0)
+    (segment,) = segments(scheduled(doubled, tensors))
+    plans = multi_tensor.MultiTensorCompiler()
+    first, second = plans.compile(segment), plans.compile(segment)
+    assert first._layout is second._layout
+    assert first._captured.data_ptr() != second._captured.data_ptr()
+    assert first._held.data_ptr() != second._held.data_ptr()
+    others = [one.clone() for one in tensors]
+    for function, given in ((first, tensors), (second, others), (first, tensors)):
+        wanted = [2 * one + 1 for one in given]
+        function(list(given))
+        assert all(map(torch.equal, given, wanted))
+
+
 def test_nothing_of_them_is_saved(interpreted):
     """The text is made again in another process, and Triton has its own cache."""
     program = scheduled(doubled, draw([(3,), (4,)], torch.float32, 0))
