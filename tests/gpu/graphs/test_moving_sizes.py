@@ -215,7 +215,7 @@ def test_attention_over_lengths_that_move_builds_no_plans(dynamic: bool) -> None
 
     def step(x: Tensor) -> Tensor:
         with torch.autocast(DEVICE.type, torch.bfloat16):
-            return loss_of(model, x)
+            return loss_of(model, x).detach()
 
     compiled = ws.compile(step, backend="eager", dynamic=dynamic, fullgraph=True)
     compiled(*draw(random.Random(0), torch.Generator().manual_seed(0)))
