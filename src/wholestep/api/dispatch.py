@@ -19,7 +19,7 @@ from wholestep.api.padding import Padding
 from wholestep.api.stages import Entry, Stages
 from wholestep.capture.guards.fast_guards import FastCall
 from wholestep.capture.python import tree_util
-from wholestep.capture.reach.arguments import awaited, still_waits
+from wholestep.capture.reach.arguments import ArgumentPath, awaited, still_waits
 from wholestep.errors import ConfigError
 from wholestep.runtime.distributed.world import init
 from wholestep.util.gc_pause import gc_paused
@@ -123,13 +123,15 @@ class Dispatcher:
 
     def _find(self, leaves: list[Any], spec: tree_util.TreeSpec) -> tuple[Entry | None, str | None]:
         """The entry whose guards hold, moved to the front; or why the one used last does not, if there is one."""
-        reason = None
+        reason: str | None = None
+        by_path: dict[ArgumentPath, Any] = {}
         for entry in self.entries:
             why_not = entry.captured.guards.why_not(leaves, spec)
             if why_not is None:
                 return self._current(entry), None
             reason = reason or why_not
-            self._stages.retraces.compared(entry.captured.guards, leaves)
+            by_path = by_path or dict(zip(tree_util.paths(spec), leaves, strict=True))
+            self._stages.retraces.compared(entry.captured.guards, by_path)
         return None, reason
 
     def _current(self, entry: Entry) -> Entry:

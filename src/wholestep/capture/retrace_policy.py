@@ -34,7 +34,7 @@ from wholestep.capture.bind.captured import Captured
 from wholestep.capture.equivalence import is_equivalent
 from wholestep.capture.guards.guards import Guards
 from wholestep.capture.python.user_frame import defined_at
-from wholestep.capture.reach.arguments import ArgumentSize, Leaf
+from wholestep.capture.reach.arguments import ArgumentPath, ArgumentSize, Leaf
 from wholestep.capture.scalars.varying_numbers import ScalarLocation, VaryingValue
 from wholestep.errors import CaptureError, RetraceLimitError
 
@@ -95,8 +95,9 @@ class RetracePolicy:
         self.reasons.append(reason)
         log.warning("%s is captured again: %s", getattr(self._step, "__name__", type(self._step).__name__), reason)
 
-    def compared(self, guards: Guards, leaves: list[Any]) -> None:
-        """Notes what is another number, text or tensor in a call with these leaves, for which a trace does not hold."""
+    def compared(self, guards: Guards, leaves: Mapping[ArgumentPath, Any]) -> None:
+        """Notes what is another number, text, size or tensor in a call with these leaves, for which a trace does not
+        hold."""
         found = {_identity(one): one for one in guards.varying_values(leaves)}
         if self._dynamic is False:
             found = {key: one for key, one in found.items() if not isinstance(one, ArgumentSize)}

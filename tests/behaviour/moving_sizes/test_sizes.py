@@ -207,6 +207,30 @@ def test_a_size_that_python_wants_as_a_number_is_named_and_constant(caplog: pyte
     assert any("dim 1 of argument 2 is a constant" in text.lower() and "test_sizes.py" in text for text in told), told
 
 
+def of_a_list(model: Any, opt: Any, words: list[Tensor], weights: dict[str, Tensor], y: Tensor) -> Tensor:
+    """Rows of any number and length, a row of weights each, and what all are weighed by."""
+    sums = torch.stack([model(x).sum(0) * weights[str(number)].sum() for number, x in enumerate(words)])
+    loss = sums.sum() * y.mean()
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return loss.detach()
+
+
+def rows(*lengths: int, others: int) -> tuple[list[Tensor], dict[str, Tensor], Tensor]:
+    weights = {str(number): torch.rand(length + 1) for number, length in enumerate(lengths)}
+    return [torch.randint(9, (length,)) for length in lengths], weights, torch.rand(others)
+
+
+def test_what_has_moved_is_known_for_arguments_of_another_structure() -> None:
+    """Each number of rows is a trace, and no length is: not that of a row which other calls lack, nor one behind it."""
+    ours = compiled(of_a_list)
+    calls = [rows(5, 7, 4, others=6), rows(6, 9, others=8), rows(3, 5, 8, others=3), rows(7, 4, others=9)]
+    calls += [rows(*lengths, others=5) for lengths in ((9, 3, 6), (8, 8), (4, 5, 5), (3, 9))]
+    equal_calls(ours, of_a_list, calls)
+    assert ours.cache_info().traces == 3, ours.cache_info().reasons
+
+
 def seen_twice(model: Any, opt: Any, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     y.mul_(2)
     return train(model, opt, x, y * z[..., None])

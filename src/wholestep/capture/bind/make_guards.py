@@ -97,7 +97,7 @@ def _argument_guards(context: StepContext, spec: BindingSpec, slots: Sequence[Sl
     aliases = argument_guards.AliasGuard(tuple(is_data), tuple(first_aliases(leaves, is_data)))
     return (
         argument_guards.StructureGuard(context.spec),
-        argument_guards.ConstantGuard(tuple(constants), len(leaves)),
+        argument_guards.ConstantGuard(tuple(constants)),
         argument_guards.TensorArgumentGuard(layouts, state_ids),
         *([aliases] if len(data) > 1 else []),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,7 +46,6 @@ class ConstantGuard(Guard):
     """Leaves of the arguments that are no tensors of the call."""
 
     constants: tuple[Constant, ...]
-    num_leaves: int
 
     def why_not(self, call: Call) -> str | None:
         for index, then, _, is_any_text in self.constants:
@@ -57,10 +56,10 @@ class ConstantGuard(Guard):
                 return f"argument {index} was {short_text(then)}, is {short_text(now)}"
         return None
 
-    def varying_values(self, leaves: list[Any]) -> Iterator[VaryingValue]:
-        for index, then, path, is_any_text in self.constants if len(leaves) == self.num_leaves else ():
-            leaf = leaf_of(path, leaves[index]) if not is_any_text else None
-            if leaf is not None and not same(then, leaves[index]):
+    def varying_values(self, leaves: Mapping[ArgumentPath, Any]) -> Iterator[VaryingValue]:
+        for _, then, path, is_any_text in self.constants:
+            leaf = leaf_of(path, leaves.get(path)) if not is_any_text else None
+            if leaf is not None and not same(then, leaves[path]):
                 yield leaf
 
 
@@ -83,10 +82,9 @@ class TensorArgumentGuard(Guard):
                 return f"argument {index} was data of the call, is a tensor of the model, the optimizer or a closure"
         return None
 
-    def varying_values(self, leaves: list[Any]) -> Iterator[VaryingValue]:
-        for index, path, then in self.layouts:
-            if index < len(leaves):
-                yield from moved_dims(path, then, leaves[index])
+    def varying_values(self, leaves: Mapping[ArgumentPath, Any]) -> Iterator[VaryingValue]:
+        for _, path, then in self.layouts:
+            yield from moved_dims(path, then, leaves.get(path))
 
 
 @dataclass(frozen=True, slots=True)

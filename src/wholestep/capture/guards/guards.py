@@ -15,7 +15,7 @@ so every tensor of the state is looked at in every call.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from wholestep.capture.guards.fast_guards import FastCall, FastPath, FastRun, fa
 from wholestep.capture.python import tree_util
 from wholestep.capture.python.snapshot import Snapshot
 from wholestep.capture.python.tracing_thread import NO_OTHER_CAPTURE
+from wholestep.capture.reach.arguments import ArgumentPath
 from wholestep.capture.scalars.varying_numbers import VaryingValue
 
 
@@ -47,8 +48,9 @@ class Guard(ABC):
     def why_not(self, call: Call) -> str | None:
         """Why the trace does not hold for a call, in one sentence; None if this thing is as it was."""
 
-    def varying_values(self, leaves: list[Any]) -> Iterator[VaryingValue]:
-        """Numbers and texts that were constants of the trace, and are others for a call with these leaves."""
+    def varying_values(self, leaves: Mapping[ArgumentPath, Any]) -> Iterator[VaryingValue]:
+        """Numbers, texts and sizes that were constants of the trace, and are others for a call with these leaves, which
+        may have another structure."""
         yield from ()
 
     def exchanged_tensors(self) -> Iterator[tuple[Hashable, str, torch.Tensor]]:
@@ -107,7 +109,7 @@ class Guards:
                 self.fast.accept()
             return _first_reason(self.values, call)
 
-    def varying_values(self, leaves: list[Any]) -> Iterator[VaryingValue]:
+    def varying_values(self, leaves: Mapping[ArgumentPath, Any]) -> Iterator[VaryingValue]:
         """See `Guard.varying_values`."""
         for guard in (*self.arguments, *self.state, *self.values):
             yield from guard.varying_values(leaves)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -153,9 +153,9 @@ class SizeGuard(Guard):
             strides += layout[_STRIDES]
         return self.conditions.why_not(sizes, strides)
 
-    def varying_values(self, leaves: list[Any]) -> Iterator[VaryingValue]:
+    def varying_values(self, leaves: Mapping[ArgumentPath, Any]) -> Iterator[VaryingValue]:
         for one in self.layouts:
-            yield from moved_dims(one.path, one.description, leaves[one.leaf])
+            yield from moved_dims(one.path, one.description, leaves.get(one.path))
 
 
 def moved_dims(path: ArgumentPath, then: tuple[Any, ...], now: Any) -> Iterator[ArgumentSize]:

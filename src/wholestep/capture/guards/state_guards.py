@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -13,6 +13,7 @@ from wholestep.capture.guards.fast_guards import MODES, TENSORS, VERSIONED
 from wholestep.capture.guards.guards import Call, Guard
 from wholestep.capture.guards.tensor_layout import describe, difference, short_text
 from wholestep.capture.python.snapshot import Snapshot, same
+from wholestep.capture.reach.arguments import ArgumentPath
 from wholestep.capture.reach.train_state import Slot
 from wholestep.capture.scalars.varying_numbers import VaryingValue, identity, scalar_location
 from wholestep.util.torch_switches import torch_modes
@@ -63,7 +64,7 @@ class ContainerGuard(Guard):
             if snapshot.reordered() or next(snapshot.changes(), None) is not None:
                 yield snapshot
 
-    def varying_values(self, leaves: list[Any]) -> Iterator[VaryingValue]:
+    def varying_values(self, leaves: Mapping[ArgumentPath, Any]) -> Iterator[VaryingValue]:
         for snapshot, key, path, then, now in self._changed_items():
             place = scalar_location(snapshot.container, key, path, (then, now))
             if place is not None and not same(then, now):

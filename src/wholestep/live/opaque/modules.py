@@ -11,7 +11,7 @@ costs the call of that module, and not the model.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, count
@@ -29,7 +29,7 @@ from wholestep.capture.guards.size_guards import SizeGuard
 from wholestep.capture.python import tree_util
 from wholestep.capture.python.code_owner import is_library_class
 from wholestep.capture.python.snapshot import Snapshot
-from wholestep.capture.reach.arguments import ArgumentSize
+from wholestep.capture.reach.arguments import ArgumentPath, ArgumentSize
 from wholestep.capture.reach.traced_inputs import StateSource
 from wholestep.capture.wrappers.fully_shard_hooks import is_fully_sharded
 from wholestep.errors import CaptureError, WholestepError
@@ -127,7 +127,7 @@ class OpaqueModule:
             self._guards, self._sizes = other._guards, other._sizes
         return is_wider
 
-    def moved_dims(self, leaves: list[Any]) -> set[ArgumentSize]:
+    def moved_dims(self, leaves: Mapping[ArgumentPath, Any]) -> set[ArgumentSize]:
         """Dims of these leaves of arguments that have another size than in the captured call."""
         return {one for one in self._guards.varying_values(leaves) if isinstance(one, ArgumentSize)}
 
@@ -219,10 +219,12 @@ class OpaqueModules:
         """The module as it is now, for a call with these real tensors. None if it is open."""
         known = self._known[module]
         leaves, spec = tree_util.flatten((args, kwargs))
+        by_path: dict[ArgumentPath, Any] = {}
         for one in known.states:
             if one.takes(leaves, spec):
                 return one
-            known.moving |= one.moved_dims(leaves) - known.constant
+            by_path = by_path or dict(zip(tree_util.paths(spec), leaves, strict=True))
+            known.moving |= one.moved_dims(by_path) - known.constant
         if len(known.states) == MAX_STATES:
             known.why_open = f"it was called in more than {MAX_STATES} states, or with that many kinds of arguments"
             return None

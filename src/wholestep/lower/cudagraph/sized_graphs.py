@@ -84,7 +84,7 @@ class SizedGraphs:
     @property
     def description(self) -> str:
         """How many graphs the step is for one size, and why it is cut, for people."""
-        return f"{self._parts.description}, for each size that comes again and again"
+        return f"{self._parts.description}, for each size that comes again"
 
     def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
         """One step. Results are the caller's own."""
