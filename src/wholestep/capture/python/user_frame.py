@@ -123,13 +123,17 @@ def naming(step: Any) -> Iterator[None]:
         raise
 
 
+_FRAMES_OF_CPP = "\nException raised from "
+"""Behind it some errors of torch list addresses in its libraries, which say nothing to a user."""
+
+
 def explain(error: BaseException) -> WholestepError:
     """The CaptureError that says what went wrong in the user's terms, and where."""
     if isinstance(error, WholestepError):
         return error
     if isinstance(error, KeyError) and error.__context__ is not None and _last_file(error).endswith("fx/graph.py"):
         error = error.__context__  # torch 2.11 fails at printing the unfinished graph, which hides the cause
-    where, text = user_line(error.__traceback__), str(error)
+    where, text = user_line(error.__traceback__), str(error).partition(_FRAMES_OF_CPP)[0].rstrip()
     if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException, ASKS_FOR_A_NUMBER)):
         reason = " ".join([_VALUE_DRIVES_PYTHON, *_remedies(error)])
     elif (
