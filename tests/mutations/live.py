@@ -18,6 +18,14 @@ REMAINDERS = "tests/unit/capture/scalars/test_float_arithmetic.py"
 
 LIVE_MUTATIONS = (
     Mutation(
+        name="what_a_path_has_learned_counts_for_nothing",
+        what="a live step whose ways are learned one after another is recorded no more",
+        file="live/live_step.py",
+        old="if run.pieces or has_learned else",
+        new="if run.pieces else",
+        tests=("tests/behaviour/moving_sizes/test_live.py::test_ways_are_learned_one_after_another",),
+    ),
+    Mutation(
         name="functions_of_autograd_are_no_records",
         what="an autograd.Function that only computes is one record of a live step",
         file="live/opaque/modules.py",

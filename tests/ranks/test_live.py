@@ -161,6 +161,38 @@ def test_it_trains_as_ddp_does(pool2: Any, name: str) -> None:
         assert launches >= fewest.get(name, 0)
 
 
+def many_ways(own: bool) -> tuple[bool, bool, int]:
+    """Five ways through a step, by turns; with `own` each rank goes another one. Batches have other sizes each time."""
+    ws.init()
+    found, calls = [], 40
+    for wrapped in (True, False):
+        t = Training(wrapped=wrapped)
+
+        def step(x: Tensor, y: Tensor, way: int, t: Training = t) -> None:
+            out = t.model(x)
+            for _ in range(way):
+                out = out.sin()
+            loss = (out - y).square().mean()
+            t.update(loss)
+            t.log.append(loss.item())
+
+        run: Any = step if wrapped else ws.compile(step, strategy=ws.DDP(), backend="eager")
+        for call in range(calls):
+            rows = torch.randn(2 + (3 * call + dist.get_rank()) % 7, 4, generator=torch.Generator().manual_seed(call))
+            run(rows, rows[:, :1], (call + (dist.get_rank() * (1 + call % 3) if own else 0)) % 5)
+        found.append([*map(torch.as_tensor, t.log), *t.net.state_dict().values()])
+    live: Any = run.explain().live
+    return all(map(torch.equal, *found)), live.is_recorded, live.launches
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_ranks_learn_ways_and_give_up_together(pool2: Any, own: bool) -> None:
+    """What one has learned the other does not know, so that counts for neither."""
+    for same, is_recorded, launches in pool2.run(many_ways, own):
+        assert same
+        assert (is_recorded, launches > 0) == (not own, not own)
+
+
 def averaged(grads: list[Tensor | None]) -> list[Tensor | None]:
     """What a backward leaves: the mean over ranks of each gradient that any of them has."""
     has = torch.tensor([float(one is not None) for one in grads])

@@ -49,7 +49,9 @@ class Compiled(Protocol):
 MAX_PIECES = 16
 """Compiled pieces of one path."""
 MAX_EAGER_CALLS = 8
-"""Calls in a row without a piece after which a step is no longer recorded."""
+"""Calls in a row without a piece, and without anything learned, after which a step is no longer recorded."""
+MAX_EAGER_CALLS_OF_RANKS = 32
+"""Likewise on several ranks, which stop in the same call: what one has learned the others do not know, so all count."""
 MAX_COMPILED, LAUNCHES_EACH = 48, 16
 """Pieces that are compiled at first; and how often those have to run, on average, for more to be."""
 MAX_REASONS = 12
@@ -123,7 +125,8 @@ class LiveStep:
     @property
     def is_recorded(self) -> bool:
         """Whether calls are recorded; not if too many of them in a row had no piece, or the strategy allows none."""
-        return self._has_pieces and self._eager_calls < MAX_EAGER_CALLS
+        most = MAX_EAGER_CALLS if self._peers is None else MAX_EAGER_CALLS_OF_RANKS
+        return self._has_pieces and self._eager_calls < most
 
     @property
     def note(self) -> str:
@@ -205,13 +208,16 @@ class LiveStep:
         stats.executed += run.executed
         self._looks = run.executed > 0
         stats.note_reasons({run.reason, run.refused or run.departure} - {""})
-        self._eager_calls = 0 if run.pieces else self._eager_calls + 1
+        changed: Path | None = None
         if run.executed and not run.reason:
             changed = self._paths.add(run.path())  # something varies that is a constant in the pieces of this path
             known = [path for path in self._paths.all if path is not changed]
             self._pieces = {key: piece for key, piece in self._pieces.items() if piece.path in known}
         elif run.candidates:
             self._paths.used(run.candidates[0])
+        # A path that has learned what varies on it may serve the next call.
+        has_learned = changed is not None and self._peers is None
+        self._eager_calls = 0 if run.pieces or has_learned else self._eager_calls + 1
 
     def _launch(self, run: PendingCalls, spec: PieceSpec) -> list[torch.Tensor] | None:
         path = run.candidates[0]

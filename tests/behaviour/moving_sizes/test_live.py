@@ -103,6 +103,27 @@ def test_branches_are_paths_for_all_sizes() -> None:
     assert sum(piece.launches for piece in live.pieces) >= CALLS - 4
 
 
+def test_ways_are_learned_one_after_another() -> None:
+    """Each is gone twice before its sizes are known to move, and nine calls in a row have no piece."""
+
+    def make(training: Training) -> Step:
+        def step(x: Tensor, way: int) -> Tensor:
+            out = training.model(x)
+            for _ in range(way):
+                out = out.sin()
+            loss = training.update(out.square().mean())
+            training.notes.append(loss.item())
+            return loss
+
+        return step
+
+    ways, calls = 5, 30
+    live = train_both(make, lambda call: (*rows(call), call % ways), compiled=Compiled(), calls=calls)
+    assert live.is_recorded
+    assert len({piece.path for piece in live.pieces}) == ways
+    assert sum(piece.launches for piece in live.pieces) >= calls - 2 * ways
+
+
 def test_a_float_that_decides_a_shape_decides_it_at_every_call() -> None:
     """Two calls whose floats give the same shape do not show that the third will."""
 
