@@ -139,7 +139,7 @@ def measure(
     for number, batch in enumerate(data):
         if number == first:
             take_all_lengths(
-                [steps[way] for way in ways if way in BACKENDS and way != "constant"], size, batch, lengths
+                [steps[way] for way in ways if way in BACKENDS and way != "constant"], size, world.device, lengths
             )
         for way in ways if number % 2 else reversed(ways):
             ms, loss = timed(steps[way], of_length(batch, middle) if way == "constant" else batch)
@@ -172,7 +172,7 @@ def of_length(batch: tuple[Tensor, Tensor], length: int) -> tuple[Tensor, Tensor
 def take_all_lengths(
     steps: Sequence[Callable[..., Tensor]],
     size: LanguageModelSize,
-    like: tuple[Tensor, Tensor],
+    device: torch.device,
     lengths: tuple[int, int],
 ) -> None:
     """Has steps take batches of each length, as often as `lengths` says behind the number of lengths."""
@@ -180,7 +180,7 @@ def take_all_lengths(
     numbers = torch.Generator().manual_seed(0)
     for _ in range(passes):
         for length in possible_lengths(size, num_lengths):
-            tokens = torch.randint(1, size.vocabulary, (size.rows, length + 1), generator=numbers).to(like[0].device)
+            tokens = torch.randint(1, size.vocabulary, (size.rows, length + 1), generator=numbers).to(device)
             for step in steps:
                 step(tokens[:, :-1], tokens[:, 1:])
 

@@ -71,6 +71,7 @@ class _Text:
     """A program's text, as Python has compiled it."""
 
     program: Program
+    """Kept, since a text is found by the `id` of its program."""
     rendered: printer.Rendered
     filename: str
     code: types.CodeType

@@ -92,13 +92,13 @@ class MultiTensorCompiler:
 
     def compile(self, segment: Segment) -> MultiTensorSegment | None:
         """A function that does what the segment does, with tables of its own; None for what is not computed here."""
-        found, awaited = self._of(segment), self._awaited.get(segment)
+        found = self._of(segment)
         if not isinstance(found, Plan):
             return None
         layout = self._layouts.get(segment)
         if layout is None or layout.plan is not found:
-            layout = self._layouts[segment] = _Layout.of(found, awaited)
-        return MultiTensorSegment(layout, awaited, self._building)
+            layout = self._layouts[segment] = _Layout.of(found, self._awaited.get(segment))
+        return MultiTensorSegment(layout, self._building)
 
     def has(self, segment: Segment) -> bool:
         """Whether a segment is computed here."""
@@ -180,6 +180,7 @@ class _Layout:
     """What all functions of a plan share: where its kernels begin in the tables, and what each program does."""
 
     plan: Plan
+    awaited: _Awaited | None
     launches: tuple[tuple[Any, int, int, int], ...]
     """Kernel, where its table starts, where its programs start, how many they are."""
     needs_bytes: tuple[int, ...]
@@ -211,7 +212,7 @@ class _Layout:
             cells += [Cell(base=0, offset=0)] * (len(cells) % 2)
             programs += [(0, 0)] * (len(programs) % 2)
         return cls(
-            plan=plan, launches=tuple(launches), needs_bytes=needs_bytes,
+            plan=plan, awaited=awaited, launches=tuple(launches), needs_bytes=needs_bytes,
             bases=torch.tensor([cell.base for cell in cells], dtype=torch.int64, device="cpu"),
             offsets=torch.tensor([cell.offset for cell in cells], dtype=torch.int64, device="cpu"),
             programs=torch.tensor(programs, dtype=torch.int32, device=plan.device),
@@ -221,13 +222,11 @@ class _Layout:
 class MultiTensorSegment:
     """A segment as its kernels: takes a list of arguments, which it empties, and gives a list of results."""
 
-    def __init__(
-        self, layout: _Layout, awaited: _Awaited | None = None, building: threading.Thread | None = None
-    ) -> None:
+    def __init__(self, layout: _Layout, building: threading.Thread | None = None) -> None:
         """Makes tables of its own. Not to be called in a capture. `building` builds the kernels, until when calls
         wait."""
-        self._plan, self._device, self._awaited, self._building = layout.plan, layout.plan.device, awaited, building
-        self._layout = layout
+        self._layout, self._building = layout, building
+        self._plan, self._device, self._awaited = layout.plan, layout.plan.device, layout.awaited
         # A capture can make neither of them.
         pinned, num_cells = self._device.type == "cuda", len(layout.bases)
         self._held = torch.empty(num_cells, dtype=torch.int64, device="cpu", pin_memory=pinned)
