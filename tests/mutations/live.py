@@ -18,6 +18,14 @@ REMAINDERS = "tests/unit/capture/scalars/test_float_arithmetic.py"
 
 LIVE_MUTATIONS = (
     Mutation(
+        name="ranks_stop_recording_each_for_itself",
+        what="a rank that has learned something goes on with pieces where another one has given up",
+        file="live/live_step.py",
+        old="has_learned = changed is not None and self._peers is None",
+        new="has_learned = changed is not None",
+        tests=("tests/ranks/test_live.py::test_ranks_learn_ways_and_give_up_together[True]",),
+    ),
+    Mutation(
         name="what_a_path_has_learned_counts_for_nothing",
         what="a live step whose ways are learned one after another is recorded no more",
         file="live/live_step.py",
