@@ -1,6 +1,7 @@
 """Breaks wholestep on purpose, in a copy, and checks that the tests that should notice do.
 
-    python tests/mutation_check.py              # all mutations, a few minutes
+    python tests/mutation_check.py              # all mutations, more than an hour
+    python tests/mutation_check.py --workers 16 # so many at the same time, a process or more each
     python tests/mutation_check.py --only hyper_parameters_baked guards_off
     python tests/mutation_check.py --list
 
@@ -17,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -350,18 +352,29 @@ def mutate(folder: Path, mutation: Mutation) -> None:
     path.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
 
 
-def run(folder: Path, tests: tuple[str, ...]) -> Result:
-    """Runs tests of this repository on the package in `folder`."""
+def run(folder: Path, tests: tuple[str, ...], *options: str, timeout_s: float = TIMEOUT_S) -> Result:
+    """Runs tests of this repository on the package in `folder`, with further options for pytest."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     where = [sys.executable, "-c", "import wholestep; print(wholestep.__file__)"]
     used = subprocess.run(where, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout.strip()
     if not Path(used).resolve().is_relative_to(folder.resolve()):
         raise SystemExit(f"the tests would import {used} and not the copy in {folder}")
-    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", *tests]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--no-header",
+        "--tb=short",
+        "-p",
+        "no:cacheprovider",
+        *options,
+        *tests,
+    ]
     try:
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        return Result(-1, f"no end after {TIMEOUT_S} s")
+        return Result(-1, f"no end after {timeout_s} s")
     lines = [line for line in done.stdout.splitlines() if line.strip()] or ["no output"]
     return Result(done.returncode, lines[-1].strip("= "), done.stdout)
 
@@ -375,30 +388,40 @@ def verdict(result: Result, mutation: Mutation) -> str:
     return "broken run"
 
 
-def check(mutations: list[Mutation], console: Console) -> bool:
-    """Runs everything and prints the table; whether all is well."""
+def check(mutations: list[Mutation], workers: int, console: Console) -> bool:
+    """Runs everything, `workers` at the same time, and prints the table; whether all is well."""
     table = Table(title="mutations", title_justify="left")
     for column in ("mutation", "what is wrong", "verdict", "pytest"):
         table.add_column(column)
     columns = ("{task.description}", "{task.completed}/{task.total}")
     shown = Progress(SpinnerColumn(), *map(TextColumn, columns), TimeElapsedColumn(), console=console)
-    with tempfile.TemporaryDirectory(prefix="wholestep-") as name, shown as progress:
+    with (
+        tempfile.TemporaryDirectory(prefix="wholestep-") as name,
+        shown as progress,
+        ThreadPoolExecutor(workers) as pool,
+    ):
         task = progress.add_task("unbroken", total=len(mutations) + 1)
-        every = tuple(dict.fromkeys(test for mutation in mutations for test in mutation.tests))
-        unbroken = run(copy_package(Path(name) / "unbroken"), every)
-        progress.advance(task)
-        table.add_row("none", "nothing", "green" if unbroken.status == 0 else "NOT GREEN", unbroken.summary)
-        good = unbroken.status == 0
-        for mutation in mutations:
-            progress.update(task, description=mutation.name)
+
+        def broken(mutation: Mutation) -> Result:
             folder = copy_package(Path(name) / mutation.name)
             mutate(folder, mutation)
             result = run(folder, mutation.tests)
+            progress.update(task, description=mutation.name, advance=1)
+            return result
+
+        every = tuple(dict.fromkeys(test for mutation in mutations for test in mutation.tests))
+        at_once = (
+            ("-n", str(workers), "--maxprocesses", str(workers), "--dist", "worksteal") if workers > 1 else ("-n0",)
+        )
+        unbroken = run(copy_package(Path(name) / "unbroken"), every, *at_once, timeout_s=TIMEOUT_S * len(mutations))
+        progress.advance(task)
+        table.add_row("none", "nothing", "green" if unbroken.status == 0 else "NOT GREEN", unbroken.summary)
+        good = unbroken.status == 0
+        for mutation, result in zip(mutations, pool.map(broken, mutations), strict=True):
             said = verdict(result, mutation)
             good &= said == "killed"
             style = "green" if said == "killed" else "bold red"
             table.add_row(mutation.name, mutation.what, f"[{style}]{said}[/]", f"{result.summary}")
-            progress.advance(task)
     console.print(table)
     return good
 
@@ -408,13 +431,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [mutation.name for mutation in MUTATIONS]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--workers", type=int, default=1, help="how many at the same time (default: %(default)s)")
     parser.add_argument("--list", action="store_true", help="name the mutations and end")
     options = parser.parse_args()
     if options.list:
         print("\n".join(f"{mutation.name}: {mutation.what}" for mutation in MUTATIONS))
         return 0
     chosen = [mutation for mutation in MUTATIONS if mutation.name in options.only]
-    return 0 if check(chosen, Console(width=None if sys.stdout.isatty() else 160)) else 1
+    return 0 if check(chosen, options.workers, Console(width=None if sys.stdout.isatty() else 160)) else 1
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ PARALLEL = "tests/ranks/wrapped/test_tensor_parallel.py"
 MODULES = "tests/ranks/sharding/test_live_modules.py"
 EXCHANGED = "tests/ranks/sharding/test_exchanged_weights.py"
 WAITING = "tests/ranks/wrapped/test_waiting_gradients.py"
+COMPILED_SEGMENTS = "tests/unit/lower/inductor/test_segment_compiler.py"
 POOL = "tests/unit/lower/cudagraph/test_graph_pool.py"
 SIZED = "tests/unit/lower/cudagraph/test_sized_graphs.py"
 
@@ -608,6 +609,14 @@ SHARDING_MUTATIONS = (
         old="            with gathered_stay() if create else nullcontext():",
         new="            with nullcontext():",
         tests=(f"{EXCHANGED}::test_a_backward_goes_through_the_graph_of_another[False-True]",),
+    ),
+    Mutation(
+        name="updates_take_memory",
+        what="memory is predicted for what a segment writes where it lies",
+        file="passes/memory/reinplace.py",
+        old="            node_meta.set_value(node, [None if number in gone else one for number, one in results])",
+        new="            del results, gone",
+        tests=(f"{COMPILED_SEGMENTS}::test_no_memory_is_predicted_for_what_is_written_where_it_lies",),
     ),
     Mutation(
         name="gathered_before_an_update",

@@ -146,7 +146,10 @@ class _Reinplace:
             replaced[item] = target
         graph_edit.replace_nodes(replaced)
         if stored:
-            node.target = replace(segment, stored=tuple(stored))
+            node.target, gone = replace(segment, stored=tuple(stored)), {result for _, result in stored}
+            # No memory is made for them.
+            results = enumerate(node_meta.value(node))
+            node_meta.set_value(node, [None if number in gone else one for number, one in results])
             self.num_done += 1
 
     def _gather_into(self, node: fx.Node, targets: Sequence[fx.Node | None]) -> None:

@@ -20,6 +20,7 @@ from wholestep.ir.program import InputKind
 from wholestep.ir.segment import Segment
 from wholestep.lower.inductor.segment_compiler import SegmentCompiler, compiles
 from wholestep.lower.inductor_passes import form_inductor_segments
+from wholestep.passes.analysis.task_graph import live_bytes
 from wholestep.passes.pass_manager import run_passes
 
 STEPS = 50
@@ -74,6 +75,17 @@ def test_parameters_are_written_where_they_lie(step, trained):
     assert [param.data_ptr() for param in trained[1].parameters()] == trained[2]
     stored = [len(node.target.stored) for node in step.graph.graph.nodes if isinstance(node.target, Segment)]
     assert sum(stored) == 3 * len(trained[2])  # each parameter and its two moments; the counters are the host's
+
+
+def test_no_memory_is_predicted_for_what_is_written_where_it_lies(step, trained):
+    nodes = [node for node in step.graph.graph.nodes if isinstance(node.target, Segment) and node.target.stored]
+    live = live_bytes(step.program())
+    for node in nodes:
+        results = node_meta.value(node)
+        assert [results[result] for _, result in node.target.stored] == [None] * len(node.target.stored)
+        assert live[node] <= sum(map(node_meta.num_bytes, node.all_input_nodes)) + node_meta.num_bytes(node)
+    peak = step.explain().peak.by_category
+    assert peak["other"] < peak["parameters"]  # the batch and the loss; not each parameter and moment once more
 
 
 def test_one_capture_and_few_calls(step, trained):
