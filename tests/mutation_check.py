@@ -359,18 +359,9 @@ def run(folder: Path, tests: tuple[str, ...], *options: str, timeout_s: float = 
     used = subprocess.run(where, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout.strip()
     if not Path(used).resolve().is_relative_to(folder.resolve()):
         raise SystemExit(f"the tests would import {used} and not the copy in {folder}")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "--no-header",
-        "--tb=short",
-        "-p",
-        "no:cacheprovider",
-        *options,
-        *tests,
-    ]
+    pytest = ["-q", "--no-header", "--tb=short", "-p", "no:cacheprovider"]
+    pytest += ["--timeout", str(TIMEOUT_S // 2)]  # a test that waits for ever has failed
+    command = [sys.executable, "-m", "pytest", *pytest, *options, *tests]
     try:
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:

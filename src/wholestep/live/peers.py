@@ -16,7 +16,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,7 +31,7 @@ from wholestep.capture.python.user_frame import current_line
 from wholestep.capture.reach.train_state import TrainState
 from wholestep.capture.tracing.backward_engine import Engine, backward_replaced
 from wholestep.capture.wrappers import ddp
-from wholestep.capture.wrappers.fully_shard_hooks import before_forwards, drop_gathered, gathered_stay, reduced_alike
+from wholestep.capture.wrappers.fully_shard_hooks import before_forwards, reduced_alike
 from wholestep.capture.wrappers.fully_shard_settings import again_through, gathered_leaves, settle, sharded_modules
 from wholestep.config import DDP, FSDP, CastCompress, Strategy
 from wholestep.errors import CaptureError, RankMismatchError
@@ -91,7 +91,7 @@ class Peers:
         self._num_ranks = math.prod(axis.size for axis in axes)
         self._state = TrainState()
         self._roots: list[nn.Module] = []
-        self._stay_gathered = False
+        self._made_graph = False
         """Whether a backward of this call has made a graph, which goes through gathered parameters."""
         self._call_name: Callable[[], str] = lambda: ""
         self._is_equal = not strategy.sync_at_start
@@ -148,7 +148,7 @@ class Peers:
         """The start of a call: finds parameters and buffers, and makes equal what the strategy wants equal."""
         self._call_name, self._parted = (lambda: call_name), None
         reached = self.walk.reached(args, kwargs)
-        self._state, self._roots, self._stay_gathered = reached.state, reached.roots, False
+        self._state, self._roots, self._made_graph = reached.state, reached.roots, False
         wrappers = [wrapper for _, wrapper in reached.found.wrappers.values()]
         if self.wrapped is not None and isinstance(self.strategy, DDP):
             self.wrapped = replace(self.wrapped, reduced=ddp.managed(wrappers))
@@ -215,8 +215,6 @@ class Peers:
             stack.enter_context(backward_replaced(self._reducing_backward))
             if isinstance(self.strategy, FSDP):
                 stack.enter_context(before_forwards(self._meet_before_forward))
-            # What is gathered is old after an update: an evaluation between calls would compute with it.
-            stack.callback(lambda: drop_gathered(sharded_modules(self._roots if self._stay_gathered else ())))
             yield
 
     def whole(self, shard: DTensor) -> torch.Tensor:
@@ -256,8 +254,6 @@ class Peers:
 
     def _meet_before_forward(self, module: nn.Module) -> None:
         self.meet(Event(RUNS_FORWARD))
-        if self._stay_gathered:  # they may be of before an update
-            settle(sharded_modules([module]))
 
     def _reducing_backward(self, engine: Engine) -> Engine:
         def run(tensors: Any, grads: Any, keep: Any, create: Any, inputs: Any, *rest: Any, **kw: Any) -> Any:
@@ -265,14 +261,13 @@ class Peers:
                 return engine(tensors, grads, keep, create, inputs, *rest, **kw)
             self.meet(Event(RUNS_BACKWARD))
             result = functools.partial(engine, tensors, grads, keep, create, inputs, *rest, **kw)
-            if self._stay_gathered:
+            if self._made_graph:
                 result = functools.partial(again_through, sharded_modules(self._roots), result)
-            self._stay_gathered |= bool(create)
-            with gathered_stay() if create else nullcontext():
-                if kw.get("accumulate_grad"):
-                    with ddp.a_backward():
-                        return self._accumulated(result)
-                return result() if create else self._returned(result(), inputs)
+            self._made_graph |= bool(create)
+            if kw.get("accumulate_grad"):
+                with ddp.a_backward():
+                    return self._accumulated(result)
+            return result() if create else self._returned(result(), inputs)
 
         return run
 

@@ -114,7 +114,8 @@ def test_what_had_the_memory_keeps_its_values(pool2: Any, exchange: Any, where: 
 
 def penalised(strategy: ws.FSDP | None, between: str) -> list[Tensor]:
     """A penalty on the gradient of the inputs; between it and its backward an update of other gradients, another
-    forward, or nothing; or no loss beside it, or a graph made after it. After each call an evaluation."""
+    forward, or nothing; or no loss beside it, or a graph made after it; or a gradient of the gradient, and none of
+    parameters, before an update. After each call an evaluation."""
     torch.manual_seed(0)
     model, notes = Net(), list[float]()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -124,11 +125,13 @@ def penalised(strategy: ws.FSDP | None, between: str) -> list[Tensor]:
         inputs = x.clone().requires_grad_()
         out = model(inputs)
         (slope,) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
-        if between == "update":
+        if between in ("update", "slopes", "slopes last"):
+            if between != "update":
+                (slope,) = torch.autograd.grad(slope.square().sum(), inputs, create_graph=True)
             notes.append(slope.sum().item())
             opt.step()
-            out = model(inputs)
-            nn.functional.cross_entropy(out, y).backward()
+            if between != "slopes last":
+                nn.functional.cross_entropy(model(inputs), y).backward()
         else:
             if between == "forward":
                 out = model(inputs)
@@ -142,7 +145,7 @@ def penalised(strategy: ws.FSDP | None, between: str) -> list[Tensor]:
     compiled = step if strategy is None else ws.compile(step, strategy=strategy)
     for call in range(3):
         torch.manual_seed(call)
-        if between == "update":
+        if between in ("update", "slopes", "slopes last"):
             torch.nn.functional.cross_entropy(model(torch.randn(4, 4)), torch.randint(3, (4,))).backward()
         compiled(torch.randn(4, 4), torch.randint(3, (4,)))
         with torch.no_grad():
@@ -156,8 +159,10 @@ def difference_of_penalties(between: str) -> float:
 
 
 @pytest.mark.parametrize("may_go_live", [True])
-@pytest.mark.parametrize("between", ["nothing", "update", "forward", "no other loss", "another graph"])
+@pytest.mark.parametrize(
+    "between", ["nothing", "update", "forward", "no other loss", "another graph", "slopes", "slopes last"]
+)
 def test_a_backward_goes_through_the_graph_of_another(pool2: Any, between: str, may_go_live: bool) -> None:
-    """Torch drops gathered parameters after the first one, and after a forward, and the second goes through them.
-    After an update they are gathered anew, and at the end of a call they are dropped."""
+    """Torch drops gathered parameters after the first one, and after a forward, and the second goes through them. They
+    are gathered for it, and dropped after it: what comes after an update gathers them anew."""
     assert max(pool2.run(difference_of_penalties, between)) < 1e-5

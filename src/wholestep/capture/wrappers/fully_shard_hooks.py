@@ -6,7 +6,7 @@ parameters are then part of the graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 from unittest.mock import patch
@@ -155,19 +155,6 @@ def before_forwards(do: Callable[[nn.Module], None]) -> Iterator[None]:
 
     with _forwards_ended() as begun, patch.object(FSDPState, "_root_pre_forward", root_pre_forward):
         yield
-
-
-@contextmanager
-def gathered_stay() -> Iterator[None]:
-    """While open, a backward leaves gathered what it has gathered: another one goes through its own graph."""
-    with patch.object(FSDPParamGroup, "reshard", lambda group: None):
-        yield
-
-
-def drop_gathered(modules: Iterable[FSDPModule]) -> None:
-    """Drops what is gathered of modules."""
-    for module in modules:
-        module.reshard()
 
 
 @contextmanager

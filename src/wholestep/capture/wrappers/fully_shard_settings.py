@@ -114,6 +114,7 @@ def again_through(modules: Iterable[FSDPModule], backward: Callable[[], Any]) ->
     """A backward after one that has made a graph, and may go through that graph. All ranks take part.
 
     Such a graph reads gathered parameters, and has no hook of torch that would gather them or reduce their gradients.
+    What is gathered is dropped at the end: after an update it would be old, and a forward would compute with it.
     """
     used = [*modules]
     for module in used:
@@ -125,6 +126,7 @@ def again_through(modules: Iterable[FSDPModule], backward: Callable[[], Any]) ->
         for group in groups_of(module):
             if group.reduce_grads:
                 _reduce_accumulated(group)
+        module.reshard()
     return result
 
 

@@ -41,7 +41,7 @@ def test_threads_make_their_first_calls_at_once() -> None:
         except BaseException as error:
             failed.append(error)
 
-    threads = [threading.Thread(target=work, args=(step,)) for step in steps]
+    threads = [threading.Thread(target=work, args=(step,), daemon=True) for step in steps]
     for one in threads:
         one.start()
     for one in threads:
