@@ -283,7 +283,7 @@ LIVE_MUTATIONS = (
         file="live/pieces/observation.py",
         old="    brought = _brought(writes_to, leaves, tensors, records) if joined else []",
         new="    brought: list[torch.Tensor] = []",
-        tests=(f"{LATE}::test_a_view_brings_what_it_views_into_a_graph[0-True]",),
+        tests=(f"{JOINED}[diagonal-new-one size]",),
     ),
     Mutation(
         name="memory_exchanged_unseen",

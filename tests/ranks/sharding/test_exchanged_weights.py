@@ -54,12 +54,12 @@ def for_an_evaluation(model: nn.Module, averages: Averages) -> None:
 
 
 def with_a_row_held(model: nn.Module, averages: Averages) -> None:
-    """A row keeps the memory that its parameter had."""
+    """A row keeps the memory that its parameter had, and the parameter has its own."""
     param = model.first.weight
     with torch.no_grad():
         row = param[0]
-    param.data = averages[0].clone()
-    averages[0] = averages[0] + row
+        param.data = averages[0].clone()
+        averages[0] = averages[0] + row + param
 
 
 def for_a_tensor_that_is_kept(model: nn.Module, averages: Averages) -> None:
