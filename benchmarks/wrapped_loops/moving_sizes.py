@@ -197,6 +197,8 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=("eager", "graph", "inductor"))
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if options.first < 1:
+        parser.error("--first counts from 1: the losses of these batches are compared with eager code's")
     ways = ("eager", *(way for way in options.ways if way != "eager"))
     lengths = (options.lengths, options.passes)
     run = functools.partial(measure, options.workload, options.model, ways, options.first, lengths)
