@@ -39,6 +39,21 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache.name) / "inductor")
 
 
+_collected: set[str] = set()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Notes all tests of the files that were asked for, before some are left out by name or mark."""
+    _collected.update(item.nodeid for item in items)
+
+
+@pytest.fixture
+def collected(request: pytest.FixtureRequest) -> set[str]:
+    """Ids of all tests of the files that pytest was asked for; none where it was asked for single tests."""
+    return set() if any("::" in one for one in request.config.args) else _collected
+
+
 def pytest_collection_finish() -> None:
     """What is imported stays: the garbage collector need not look at it again and again."""
     gc.freeze()

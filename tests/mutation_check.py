@@ -428,7 +428,7 @@ def main() -> int:
     if options.list:
         print("\n".join(f"{mutation.name}: {mutation.what}" for mutation in MUTATIONS))
         return 0
-    chosen = [mutation for mutation in MUTATIONS if mutation.name in options.only]
+    chosen = [mutation for mutation in MUTATIONS if mutation.name in options.only and mutation.exists()]
     return 0 if check(chosen, options.workers, Console(width=None if sys.stdout.isatty() else 160)) else 1
 
 

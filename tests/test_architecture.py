@@ -596,8 +596,11 @@ def test_a_private_part_is_found() -> None:
     assert private_modules(ast.parse(public)) == set()
 
 
-def test_mutants_change_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each text that `mutation_check` breaks occurs once, and the tests that are to see it exist."""
+def test_mutants_change_what_is_there(monkeypatch: pytest.MonkeyPatch, collected: set[str]) -> None:
+    """Each text that `mutation_check` breaks occurs once, and the tests that are to see it exist.
+
+    With their parameters, where all tests of their files have been collected, as they are for the whole suite.
+    """
     monkeypatch.syspath_prepend(str(ROOT / "tests"))
     mutations = importlib.import_module("mutation_check").MUTATIONS
     stale = [one.name for one in mutations if (SRC / one.file).read_text().count(one.old) != 1]
@@ -606,6 +609,10 @@ def test_mutants_change_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     places = {test.partition("[")[0] for one in mutations for test in one.tests}
     assert sorted(place for place in places if not _has_test(*place.split("::"))) == []
     assert [one.name for one in mutations if one.old == one.new] == []
+    files = {test.partition("::")[0] for test in collected}
+    known = files | collected | {test.partition("[")[0] for test in collected}
+    named = [test for one in mutations if one.exists() for test in one.tests]
+    assert sorted(test for test in named if test.partition("::")[0] in files and test not in known) == []
 
 
 def _has_test(file: str, name: str = "", *rest: str) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutation:
@@ -18,3 +20,9 @@ class Mutation:
     tests: tuple[str, ...]
     says: str = ""
     """What the failure must say, where failing for another reason would prove nothing."""
+    since: str = ""
+    """The first torch with which its tests exist; empty for any."""
+
+    def exists(self) -> bool:
+        """Whether this torch has its tests."""
+        return torch.__version__ >= self.since

@@ -629,6 +629,7 @@ CAPTURE_MUTATIONS = (
         old="                buffer.data.copy_(",
         new="                buffer.copy_(",
         tests=(f"{REDUCED}[two_forwards]",),
+        since="2.13",
     ),
     Mutation(
         name="own_hooks_silenced",
