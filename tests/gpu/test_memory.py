@@ -1,20 +1,22 @@
-"""Memory of compiled steps on two GPUs: what is predicted is what is allocated, and what is held is little more."""
+"""Memory of compiled steps on one GPU and two: what is predicted is what is allocated, and little more is held."""
 
 from __future__ import annotations
 
 import functools
 import gc
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import wholestep as ws
 from tests.harness.rank_pools import needs_gpus
 from wholestep.cli.suite.workloads import autocast_step, draw_tokens, plain_step
-from wholestep.cli.workloads.reference_lm import REFERENCE, build
+from wholestep.cli.workloads.reference_lm import REFERENCE, LanguageModelSize, build
 from wholestep.config import Strategy
 
 pytestmark = pytest.mark.gpu
@@ -55,18 +57,24 @@ class Figures:
 
 def figures(name: str) -> Figures:
     """Trains on this rank."""
-    world = ws.init()
+    world, strategy = ws.init(), STRATEGIES[name]
     torch.cuda.set_device(world.device)
+    function = plain_step if isinstance(strategy, ws.FSDP) else autocast_step
+    return trained(SIZE, function, strategy, world.device, world.rank)
+
+
+def trained(
+    size: LanguageModelSize, function: Callable[..., Tensor], strategy: Strategy, device: torch.device, rank: int = 0
+) -> Figures:
+    """Trains a reference model on a GPU."""
     settle()
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     torch.manual_seed(0)
-    model = build(SIZE, world.device)
+    model = build(size, device)
     opt = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    strategy = STRATEGIES[name]
-    function = plain_step if isinstance(strategy, ws.FSDP) else autocast_step
     step = ws.compile(function, strategy=strategy, backend="inductor", fullgraph=True)
     held_first = 0
-    x, y = (one.to(world.device) for one in draw_tokens(SIZE, world.rank))
+    x, y = (one.to(device) for one in draw_tokens(size, rank))
     for call in range(CALLS):
         step(model, opt, x, y)
         if call == 0:
@@ -90,6 +98,26 @@ def settle() -> None:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+
+
+def clipped_step(model: nn.Module, opt: torch.optim.Optimizer, tokens: Tensor, targets: Tensor) -> Tensor:
+    """All gradients are there before the first update, which is one call for all."""
+    with torch.autocast("cuda", torch.bfloat16):
+        loss: Tensor = model(tokens, targets)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    opt.step()
+    opt.zero_grad()
+    return loss.detach()
+
+
+def test_one_call_that_updates_everything_takes_no_memory_for_it() -> None:
+    """On one GPU. As much again as all parameters and their state was predicted, and held, as room for graphs."""
+    needs_gpus(1)
+    one = trained(REFERENCE["W1"], clipped_step, ws.DDP(), torch.device("cuda", 0))
+    assert one.backend == "inductor, one CUDA graph"
+    assert one.peak == pytest.approx(one.predicted, rel=0.05), one
+    assert one.held <= 1.1 * one.peak, one
 
 
 @pytest.fixture(scope="module")
