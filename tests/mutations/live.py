@@ -16,6 +16,8 @@ SPECULATION = "tests/unit/live/pieces/test_speculation.py"
 LIBRARIES = "tests/unit/capture/reach/test_reachability_libraries.py::test_globals_of_a_package_are_read_at_every_call"
 REMAINDERS = "tests/unit/capture/scalars/test_float_arithmetic.py"
 
+OWN_LEAVES = "tests/unit/live/pieces/test_own_leaves.py"
+
 LIVE_MUTATIONS = (
     Mutation(
         name="ranks_stop_recording_each_for_itself",
@@ -210,7 +212,7 @@ LIVE_MUTATIONS = (
         name="handles_are_no_results",
         what="a piece does not give what somebody still holds",
         file="live/pieces/pending_calls.py",
-        old="        results = self._launched(PieceSpec(span, (*written, *alive)))",
+        old="        results = self._launched(PieceSpec(span, (*written, *alive), leaves=tuple(asking)))",
         new="        alive.clear()\n        results = self._launched(PieceSpec(span, tuple(written)))",
         tests=(
             f"{FOLLOWING}::test_a_piece_gives_only_what_somebody_holds",
@@ -294,13 +296,65 @@ LIVE_MUTATIONS = (
         tests=(f"{LATE}::test_memory_that_is_exchanged_is_not_that_of_a_view",),
     ),
     Mutation(
+        name="gradients_of_own_leaves_lost",
+        what="a piece keeps to itself what its backward leaves at a tensor that the step has made",
+        file="live/pieces/pending_calls.py",
+        old="            tensor.grad = gradient\n",
+        new="            del tensor, gradient\n",
+        tests=(f"{OWN_LEAVES}::test_it_is_as_in_eager_code[made_to_ask]",),
+    ),
+    Mutation(
+        name="asking_is_a_graph",
+        what="a tensor that only asks for a gradient counts as one whose graph is still needed",
+        file="live/pieces/recorded_calls.py",
+        old="        return meta is not None and bool(meta.graph)",
+        new="        return meta is not None",
+        tests=(f"{OWN_LEAVES}::test_it_is_as_in_eager_code[penalty]",),
+    ),
+    Mutation(
+        name="two_names_of_a_gradient",
+        what="a piece gives a tensor and its gradient, which is another tensor from then on",
+        file="live/pieces/own_leaves.py",
+        old="    if asking and any(_asked(record) in asking for record in held):",
+        new="    if False:",
+        tests=(f"{OWN_LEAVES}::test_it_is_as_in_eager_code[both_held]",),
+    ),
+    Mutation(
+        name="graphs_of_gradients_lost",
+        what="a piece gives a gradient without the graph that a backward has made",
+        file="live/pieces/own_leaves.py",
+        old="    if asking and any(map(_may_make_graph, records)):",
+        new="    if False:",
+        tests=(f"{OWN_LEAVES}::test_as_graphs_compute_it[gradient_with_a_graph]",),
+    ),
+    Mutation(
+        name="own_leaves_are_data",
+        what="what is made of data alone, and asks for a gradient, is no record in later calls either",
+        file="live/run.py",
+        old="        self._learned.making_functions.update(self._makers[id(one)] for one in asking",
+        new="        list(self._makers[id(one)] for one in asking",
+        tests=(f"{OWN_LEAVES}::test_it_is_as_in_eager_code[made_to_ask]",),
+    ),
+    Mutation(
+        name="views_that_ask_are_apart",
+        what="a view that is told to ask for a gradient has memory of its own after a piece",
+        file="live/recording/record.py",
+        old="            becomes if became_leaf else _viewed(tensor, leaves) if alias is None else None,",
+        new="            _viewed(tensor, leaves) if alias is None else None,",
+        tests=(
+            f"{OWN_LEAVES}::test_it_is_as_in_eager_code[a_view]",
+            f"{OWN_LEAVES}::test_as_graphs_compute_it[a_view]",
+        ),
+    ),
+    Mutation(
         name="graphs_are_freed_at_once",
         what="what is recorded counts as used up, though a backward may still come",
         file="live/pieces/pending_calls.py",
         old=(
             "        return any(\n"
             "            since <= value[0] < end and value not in freed and tensor.requires_grad "
-            "for value, tensor in alive.items()\n"
+            "and self.has_graph(value)\n"
+            "            for value, tensor in alive.items()\n"
             "        )"
         ),
         new="        return False",

@@ -240,6 +240,8 @@ class Run(FollowedCalls):
         self.tensors.note_result(result, leaves)
         if isinstance(result, torch.Tensor) and not any(result is leaf for leaf in leaves):
             self._makers[id(result)] = function
+        asking = (one for one in (*leaves, result) if isinstance(one, torch.Tensor) and one.requires_grad)
+        self._learned.making_functions.update(self._makers[id(one)] for one in asking if id(one) in self._makers)
         return result
 
     def _has_other_name(self, leaves: list[Any]) -> bool:

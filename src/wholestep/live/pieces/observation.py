@@ -108,7 +108,7 @@ def observe(
     with observer if optimizer is None else nullcontext():  # optimizers of torch read numbers of their own
         result = execute(function, args, kwargs)
     returned, structure = flat_result(function, result)
-    joined = [leaf for leaf, kind in kinds if _has_joined(leaf, kind)]
+    joined = [leaf for leaf, kind in kinds if _has_joined(function, leaf, kind)]
     joins = tuple(n for n, leaf in enumerate(leaves) if _is_in(leaf, joined) and not _is_in(leaf, returned))
     written = [leaf for leaf, version, values in contents if _is_written(leaf, version, values)]
     writes_to = tensors.on_memory_of(written)
@@ -165,9 +165,10 @@ def _kind(tensor: torch.Tensor) -> Any:
     return tensor.shape, tensor.dtype, memory, tensor.requires_grad
 
 
-def _has_joined(tensor: torch.Tensor, kind: Any) -> bool:
-    """Whether a tensor of this kind is in a graph now, and that is all."""
-    return gradient_node(tensor) is not None and (*kind[:-1], kind[-1] is False) == _kind(tensor)
+def _has_joined(function: Any, tensor: torch.Tensor, kind: Any) -> bool:
+    """Whether a tensor of this kind is in a graph now, or was told to ask for a gradient, and that is all."""
+    asks = function in SETS_REQUIRES_GRAD and type(tensor) is torch.Tensor
+    return (asks or gradient_node(tensor) is not None) and (*kind[:-1], kind[-1] is False) == _kind(tensor)
 
 
 def _is_frozen(function: Any, tensor: torch.Tensor, kind: Any) -> bool:

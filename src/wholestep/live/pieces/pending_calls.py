@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from wholestep.capture.python.user_frame import current_line
+from wholestep.live.pieces import own_leaves
 from wholestep.live.pieces.forward import Before, Forward, cannot_be_repeated, clears_gradients
 from wholestep.live.pieces.piece import PieceSpec
 from wholestep.live.pieces.recorded_calls import RecordedCalls
@@ -93,6 +94,8 @@ class PendingCalls(RecordedCalls, ABC):
     def _run_pieces(self, end: int) -> str:
         """Runs the records before `end` as pieces. Returns why not; then nothing of them may have run."""
         forward, span = self._forward, (self._started, end)
+        if why_not := own_leaves.why_no_piece(self, span, span[0] if forward is None else forward.since):
+            return why_not
         brings = any(record.brings for record in self.records[slice(*span)])
         if brings and any(map(self.is_view_of_one_brought, self._wanted(span))):  # results do not share memory
             return "where a view is held through which a tensor came into a graph"
@@ -108,13 +111,17 @@ class PendingCalls(RecordedCalls, ABC):
     def _run_piece(self, span: tuple[int, int], new: tuple[int, int]) -> str:
         """Runs one piece, of whose records the `new` ones have not run yet. Returns why not."""
         alive, written = self._wanted(span), self._written_again(span, new)
-        results = self._launched(PieceSpec(span, (*written, *alive)))
+        asking = own_leaves.given_gradients(self, self.records[slice(*span)])
+        results = self._launched(PieceSpec(span, (*written, *alive), leaves=tuple(asking)))
         if results is None:
             return _NO_PIECE
+        gradients, results = results[: len(asking)], results[len(asking) :]
         self._fulfil(alive, results)
         with torch.no_grad():
             for tensor, result in zip(written.values(), results, strict=True):
                 tensor.copy_(result)
+        for tensor, gradient in zip(asking.values(), gradients, strict=True):
+            tensor.grad = gradient
         self._has_run(new)
         return ""
 
@@ -263,12 +270,15 @@ class PendingCalls(RecordedCalls, ABC):
         freed = self.candidates[0].freed[end]
         since = self._started if self._forward is None else self._forward.since
         return any(
-            since <= value[0] < end and value not in freed and tensor.requires_grad for value, tensor in alive.items()
+            since <= value[0] < end and value not in freed and tensor.requires_grad and self.has_graph(value)
+            for value, tensor in alive.items()
         )
 
     def _speculate(self, span: tuple[int, int], alive: dict[Value, torch.Tensor]) -> str:
         """Runs what is recorded and the backward after it, whose gradients are held back. Returns why not."""
         path, tensors = self.candidates[0], self.tensors
+        if own_leaves.given_gradients(self, path.records[span[0] :]):
+            return "where the graph is still needed, and a backward leaves a gradient at a tensor of the step's own"
         length = tensors.length()
         plan = plan_speculation(path, *span, tensors)
         if isinstance(plan, str):

@@ -54,6 +54,8 @@ class PieceSpec:
     wanted: tuple[Value, ...]
     skipped: frozenset[int] = frozenset()
     """Records in between that are no part of it."""
+    leaves: tuple[Value, ...] = ()
+    """Values whose ``.grad`` it gives, before what is wanted."""
 
 
 def size_carrier(number: int) -> torch.Tensor:
@@ -74,9 +76,9 @@ class _Writer:
         name = "".join(letter if letter.isalnum() else "_" for letter in name).strip("_") or "step"
         self._name, self._path, self._span = name, path, spec.span
         self._skipped = spec.skipped
-        self._results = [_name(value) for value in spec.wanted]
+        self._results = [*(f"{_name(value)}.grad" for value in spec.leaves), *map(_name, spec.wanted)]
         operands = (one for record in path.records[slice(*spec.span)] for one in record.operands)
-        self._used = {*spec.wanted, *((one.key, one.detail) for one in operands if one.kind == VALUE)}
+        self._used = {*spec.leaves, *spec.wanted, *((one.key, one.detail) for one in operands if one.kind == VALUE)}
         self._earlier: dict[Value, None] = {}
         self._inputs: dict[int, None] = {}
         self._state: dict[int, int] = {}

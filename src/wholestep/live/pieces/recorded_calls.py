@@ -16,7 +16,17 @@ from wholestep.live.pieces.tensors import TensorTable
 from wholestep.live.recording.handle import execute, fulfil
 from wholestep.live.recording.modes import block_of, casts_kept, under
 from wholestep.live.recording.path import Path, asked_grads
-from wholestep.live.recording.record import EXTERNAL, NUMBER, VALUE, Operand, OutputMeta, Read, Record, Value
+from wholestep.live.recording.record import (
+    EXTERNAL,
+    NUMBER,
+    SETS_REQUIRES_GRAD,
+    VALUE,
+    Operand,
+    OutputMeta,
+    Read,
+    Record,
+    Value,
+)
 from wholestep.live.recording.snapshot import AsRecorded, OptimizerSnapshot, as_recorded
 from wholestep.live.recording.structure import unflatten
 
@@ -48,7 +58,7 @@ class RecordedCalls:
         return Path(
             tuple(self.records), described, list(tensors.numbers), set(self.reads), tensors.sources(),
             [tensors.flags.kind_at_first(one) if isinstance(one, torch.Tensor) else None for one in described],
-            {value for value, one in tensors.alive().items() if one.requires_grad},
+            {value for value, one in tensors.alive().items() if one.requires_grad and self.has_graph(value)},
             asked_grads(self.records, tensors.had_grad),
         )  # fmt: skip
 
@@ -116,6 +126,7 @@ class RecordedCalls:
             grad, _, *others = record.key.modes  # tensors of pieces are none of inference mode, nor may their views be
             with under((grad, False, *others)):
                 made[number] = flat_result(record.key.function, execute(record.key.function, args, kwargs))[0]
+                made[number] += [leaves[leaf] for leaf in record.joins]
         view: torch.Tensor | None = made[number][output]
         made[number][output] = None  # whoever holds a result is told from us by the number of references
         is_same = view is not None and (view.shape, view.stride(), view.dtype) == (meta.shape, meta.stride, meta.dtype)
@@ -168,6 +179,11 @@ class RecordedCalls:
             return self.tensors.externals[operand.key]
         return self.tensors.numbers[operand.key] if operand.kind == NUMBER else operand.key
 
+    def has_graph(self, value: Value) -> bool:
+        """Whether a value was seen with a graph: what only asks for a gradient has none."""
+        meta = self.records[value[0]].outputs[value[1]]
+        return meta is not None and bool(meta.graph)
+
     def is_view_of_one_brought(self, value: Value) -> bool:
         """Whether a value came into a graph with what it is a view of, or on whose memory it is."""
         record = self.records[value[0]]
@@ -177,6 +193,8 @@ class RecordedCalls:
 
     def leaves_views_out(self, record: Record) -> bool:
         """Whether a view of what a call puts into a graph is held that was not when the call was observed."""
+        if record.key.function in SETS_REQUIRES_GRAD:  # no view comes into a graph with what asks for a gradient
+            return False
         befores = (record.before(output) for output in range(len(record.outputs)))
         joining = {value for value in befores if value is not None}
         if not joining:

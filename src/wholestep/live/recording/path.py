@@ -32,17 +32,17 @@ BACKWARDS = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad
 
 
 _ATTRIBUTES: Any = torch.Tensor
-_GRADIENT_OF = (_ATTRIBUTES.grad.__get__, _ATTRIBUTES._grad.__get__)
+GRADIENT_OF = (_ATTRIBUTES.grad.__get__, _ATTRIBUTES._grad.__get__)
 
 
 def reads_gradient(record: Record) -> bool:
     """Whether it is ``tensor.grad``, and there was one."""
-    return record.key.function in _GRADIENT_OF and record.outputs[0] is not None
+    return record.key.function in GRADIENT_OF and record.outputs[0] is not None
 
 
 def asked_grads(records: Sequence[Record], had_grad: Sequence[bool]) -> dict[int, bool]:
     """By number of the tensors from outside whose ``.grad`` records ask for, whether they had one at first."""
-    asked = (one.operands[0] for one in records if one.key.function in _GRADIENT_OF)
+    asked = (one.operands[0] for one in records if one.key.function in GRADIENT_OF)
     return {one.key: had_grad[one.key] for one in asked if one.kind == EXTERNAL}
 
 

@@ -74,7 +74,8 @@ class OutputMeta:
     alias: int | None = None
     """The leaf of the arguments that it is, of a call in place."""
     becomes: int | None = None
-    """The same where the call has put the leaf into a graph, so that it is another value from there on."""
+    """The same where the call has put the leaf into a graph, or has it ask for a gradient, so that it is another value
+    from there on."""
     views: int | None = None
     """The leaf of the arguments on whose memory it is, of a tensor of its own."""
     again: Value | None = None
@@ -88,9 +89,11 @@ class OutputMeta:
         alias = next((number for number, leaf in enumerate(leaves) if leaf is tensor), None)
         becomes = alias if any(tensor is one for one in joined) else None
         graph = type(node).__name__ if (node := gradient_node(tensor)) is not None else ""
+        became_leaf = becomes is not None and not graph  # on the memory that it had
         return cls(
             tensor.shape, tensor.dtype, tensor.device, tuple(tensor.stride()), tensor.requires_grad, graph,
-            alias if becomes is None else None, becomes, _viewed(tensor, leaves) if alias is None else None,
+            alias if becomes is None else None, becomes,
+            becomes if became_leaf else _viewed(tensor, leaves) if alias is None else None,
             known_as if alias is None else None,
         )  # fmt: skip
 
