@@ -301,7 +301,11 @@ LIVE_MUTATIONS = (
         file="live/pieces/pending_calls.py",
         old="            tensor.grad = gradient\n",
         new="            del tensor, gradient\n",
-        tests=(f"{OWN_LEAVES}::test_it_is_as_in_eager_code[made_to_ask]",),
+        tests=(
+            f"{OWN_LEAVES}::test_it_is_as_in_eager_code[made_to_ask-Compiled]",
+            f"{OWN_LEAVES}::test_it_is_as_in_eager_code[made_to_ask-Apart]",
+            f"{OWN_LEAVES}::test_as_graphs_compute_it[made_to_ask]",
+        ),
     ),
     Mutation(
         name="asking_is_a_graph",
@@ -309,7 +313,7 @@ LIVE_MUTATIONS = (
         file="live/pieces/recorded_calls.py",
         old="        return meta is not None and bool(meta.graph)",
         new="        return meta is not None",
-        tests=(f"{OWN_LEAVES}::test_it_is_as_in_eager_code[penalty]",),
+        tests=(f"{OWN_LEAVES}::test_it_is_as_in_eager_code[penalty-Compiled]",),
     ),
     Mutation(
         name="two_names_of_a_gradient",
@@ -317,7 +321,7 @@ LIVE_MUTATIONS = (
         file="live/pieces/own_leaves.py",
         old="    if asking and any(_asked(record) in asking for record in held):",
         new="    if False:",
-        tests=(f"{OWN_LEAVES}::test_it_is_as_in_eager_code[both_held]",),
+        tests=(f"{OWN_LEAVES}::test_it_is_as_in_eager_code[both_held-Apart]",),
     ),
     Mutation(
         name="graphs_of_gradients_lost",
@@ -333,7 +337,7 @@ LIVE_MUTATIONS = (
         file="live/run.py",
         old="        self._learned.making_functions.update(self._makers[id(one)] for one in asking",
         new="        list(self._makers[id(one)] for one in asking",
-        tests=(f"{OWN_LEAVES}::test_it_is_as_in_eager_code[made_to_ask]",),
+        tests=(f"{OWN_LEAVES}::test_as_graphs_compute_it[made_to_ask]",),
     ),
     Mutation(
         name="views_that_ask_are_apart",
@@ -341,10 +345,7 @@ LIVE_MUTATIONS = (
         file="live/recording/record.py",
         old="            becomes if became_leaf else _viewed(tensor, leaves) if alias is None else None,",
         new="            _viewed(tensor, leaves) if alias is None else None,",
-        tests=(
-            f"{OWN_LEAVES}::test_it_is_as_in_eager_code[a_view]",
-            f"{OWN_LEAVES}::test_as_graphs_compute_it[a_view]",
-        ),
+        tests=(f"{OWN_LEAVES}::test_it_is_as_in_eager_code[a_view-Apart]",),
     ),
     Mutation(
         name="graphs_are_freed_at_once",

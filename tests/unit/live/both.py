@@ -93,6 +93,14 @@ class Compiled:
         return Unguarded(run)
 
 
+class Apart(Compiled):
+    """Results lie on memory of their own, as those of a graph may."""
+
+    def __call__(self, function: Step, number: int) -> Step:
+        run = super().__call__(function, number)
+        return Unguarded(lambda *args: [None if one is None else one.detach().clone() for one in run(*args)])
+
+
 class AsAGraph(Compiled):
     """Inputs are tensors of the graph's own, on the memory of those given; results have no way back."""
 
@@ -147,7 +155,11 @@ def train_both(
     return live_step
 
 
-def train_by_stages(make_step: Callable[[Training], Step], calls: int = 4) -> None:
+def train_by_stages(
+    make_step: Callable[[Training], Step],
+    calls: int = 4,
+    between: Callable[[Training, int], None] = lambda training, call: None,
+) -> ws.CompiledStep:
     """The same with pieces that the stages compile: what is peculiar to results of a graph is there then."""
     eager, live = Training(), Training()
     wanted, step = make_step(eager), ws.compile(make_step(live), backend="eager")
@@ -156,3 +168,6 @@ def train_by_stages(make_step: Callable[[Training], Step], calls: int = 4) -> No
         returned = wanted(*batch(call))
         torch.manual_seed(call)
         assert_same([step(*batch(call)), live.state()], [returned, eager.state()], f"call {call}")
+        between(eager, call)
+        between(live, call)
+    return step
