@@ -120,13 +120,15 @@ def again_through(modules: Iterable[FSDPModule], backward: Callable[[], Any]) ->
     for module in used:
         if any(hasattr(one, "_unsharded_param") for group in groups_of(module) for one in group.fsdp_params):
             module.unshard()
-    with reduced_last():
-        result = backward()
-    for module in used:
-        for group in groups_of(module):
+    try:
+        with reduced_last():
+            result = backward()
+        for group in chain.from_iterable(map(groups_of, used)):
             if group.reduce_grads:
                 _reduce_accumulated(group)
-        module.reshard()
+    finally:
+        for module in used:
+            module.reshard()
     return result
 
 
