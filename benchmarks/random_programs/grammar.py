@@ -91,6 +91,12 @@ START: Rules = {
         "model.last.bias.requires_grad_(not model.last.bias.requires_grad)", "model.zero_grad()", "opt.state.clear()",
         "model.last.weight.grad = torch.ones_like(model.last.weight)", "x.requires_grad_()", "x, y = x[:3], y[:3]",
         "model.first.requires_grad_(not model.first.bias.requires_grad)",
+        "x = (x * <bounded>).requires_grad_()", "x = x.clone(); x.requires_grad = True",
+        "x = x + torch.zeros_like(x, requires_grad=True)", "x = x.detach().requires_grad_(bool(count % 3))",
+        "noise = torch.zeros_like(x).requires_grad_(); "
+        "x = x + <bounded> * torch.autograd.grad(model(x + noise).sum(), noise)[0].sign()",
+        "near = (x * <bounded>).requires_grad_(); model(near).mean().backward(); table['near'] = near",
+        "near = x.detach().clone().requires_grad_(); model(near).sum().backward(); history.append(near.grad)",
         "model.last.weight.requires_grad = bool(count % 3)",
     ),
 }  # fmt: skip
