@@ -124,11 +124,23 @@ def scores_in_between(t: Training, x: Tensor, y: Tensor) -> None:
     t.notes.append(float(loss))
 
 
+def penalises_slopes(t: Training, x: Tensor, y: Tensor) -> None:
+    """A tensor of the step asks for a gradient, which is of this rank's batch, and is held when the loss is noted."""
+    near = (x * 1.0).requires_grad_()
+    out = t.model(near)
+    (slope,) = torch.autograd.grad(out.sum(), near, create_graph=True)
+    loss = nn.functional.mse_loss(out, y) + slope.square().sum(1).mean()
+    loss.backward()
+    t.opt.step()
+    t.opt.zero_grad()
+    t.notes.append(loss.item())
+
+
 STEPS: dict[str, Step] = {
     one.__name__: one
     for one in (
         notes_its_loss, keeps_gradients, looks_before_its_update, looks_before_its_backward, adds_up_gradients,
-        scores_in_between,
+        scores_in_between, penalises_slopes,
     )
 }  # fmt: skip
 
@@ -315,8 +327,9 @@ def test_parameters_that_an_evaluation_has_gathered_are_not_stale(pool2: Any) ->
         assert found.launches == 1
 
 
-@pytest.mark.parametrize("name", [one for one in STEPS if one != "notes_its_loss"])
+@pytest.mark.parametrize("name", [one for one in STEPS if one not in ("notes_its_loss", "penalises_slopes")])
 def test_modules_that_their_user_has_sharded_run_in_pieces(pool2: Any, name: str) -> None:
+    """Without a penalty on slopes: eager FSDP2 has dropped what the second backward goes through."""
     for found in pool2.run(beside_its_own_eager_code, name):
         assert found.faults == []
         assert (found.launches, found.executed) == (PIECES.get(name, 1), 0), found.reasons
