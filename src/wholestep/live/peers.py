@@ -214,7 +214,7 @@ class Peers:
         with ExitStack() as stack:
             stack.enter_context(backward_replaced(self._reducing_backward))
             if isinstance(self.strategy, FSDP):
-                stack.enter_context(before_forwards(self._meet_before_forward))
+                stack.enter_context(before_forwards(lambda: self.meet(Event(RUNS_FORWARD))))
             yield
 
     def whole(self, shard: DTensor) -> torch.Tensor:
@@ -251,9 +251,6 @@ class Peers:
             ]  # fmt: skip
             self._reduce([one for one in found if one is not None])
         return found
-
-    def _meet_before_forward(self, module: nn.Module) -> None:
-        self.meet(Event(RUNS_FORWARD))
 
     def _reducing_backward(self, engine: Engine) -> Engine:
         def run(tensors: Any, grads: Any, keep: Any, create: Any, inputs: Any, *rest: Any, **kw: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -112,10 +113,17 @@ def test_what_had_the_memory_keeps_its_values(pool2: Any, exchange: Any, where: 
     assert max(pool2.run(difference, exchange, where)) < 1e-5
 
 
+AFTER_AN_UPDATE = ("update", "slopes", "slopes last", "error")
+
+
+def raises(grad: Tensor) -> None:
+    raise ZeroDivisionError
+
+
 def penalised(strategy: ws.FSDP | None, between: str) -> list[Tensor]:
     """A penalty on the gradient of the inputs; between it and its backward an update of other gradients, another
     forward, or nothing; or no loss beside it, or a graph made after it; or a gradient of the gradient, and none of
-    parameters, before an update. After each call an evaluation."""
+    parameters, before an update, or an error in that. After each call an evaluation."""
     torch.manual_seed(0)
     model, notes = Net(), list[float]()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -125,8 +133,12 @@ def penalised(strategy: ws.FSDP | None, between: str) -> list[Tensor]:
         inputs = x.clone().requires_grad_()
         out = model(inputs)
         (slope,) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
-        if between in ("update", "slopes", "slopes last"):
-            if between != "update":
+        if between in AFTER_AN_UPDATE:
+            if between == "error":
+                slope.register_hook(raises)
+                with suppress(ZeroDivisionError):
+                    torch.autograd.grad(slope.square().sum(), inputs)
+            elif between != "update":
                 (slope,) = torch.autograd.grad(slope.square().sum(), inputs, create_graph=True)
             notes.append(slope.sum().item())
             opt.step()
@@ -145,7 +157,7 @@ def penalised(strategy: ws.FSDP | None, between: str) -> list[Tensor]:
     compiled = step if strategy is None else ws.compile(step, strategy=strategy)
     for call in range(3):
         torch.manual_seed(call)
-        if between in ("update", "slopes", "slopes last"):
+        if between in AFTER_AN_UPDATE:
             torch.nn.functional.cross_entropy(model(torch.randn(4, 4)), torch.randint(3, (4,))).backward()
         compiled(torch.randn(4, 4), torch.randint(3, (4,)))
         with torch.no_grad():
@@ -160,7 +172,7 @@ def difference_of_penalties(between: str) -> float:
 
 @pytest.mark.parametrize("may_go_live", [True])
 @pytest.mark.parametrize(
-    "between", ["nothing", "update", "forward", "no other loss", "another graph", "slopes", "slopes last"]
+    "between", ["nothing", "update", "forward", "no other loss", "another graph", *AFTER_AN_UPDATE[1:]]
 )
 def test_a_backward_goes_through_the_graph_of_another(pool2: Any, between: str, may_go_live: bool) -> None:
     """Torch drops gathered parameters after the first one, and after a forward, and the second goes through them. They

@@ -143,14 +143,14 @@ class _Roots:
 
 
 @contextmanager
-def before_forwards(do: Callable[[nn.Module], None]) -> Iterator[None]:
-    """While open, `do` is called with the outermost sharded module of a forward before it gathers anything."""
+def before_forwards(do: Callable[[], object]) -> Iterator[None]:
+    """While open, `do` is called before the outermost sharded module of a forward gathers anything."""
     original = FSDPState._root_pre_forward
 
     def root_pre_forward(state: FSDPState, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         begun.append(state)
         if state._state_ctx.iter_forward_root is None:
-            do(module)
+            do()
         return original(state, module, args, kwargs)
 
     with _forwards_ended() as begun, patch.object(FSDPState, "_root_pre_forward", root_pre_forward):

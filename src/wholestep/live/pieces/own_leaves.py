@@ -6,7 +6,7 @@ there, which Python may read: if somebody still holds the tensor when the piece 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 
@@ -16,25 +16,31 @@ from wholestep.live.recording.record import VALUE, Record, Value
 from wholestep.live.recording.structure import unflatten
 
 
-def given_gradients(run: RecordedCalls, records: Iterable[Record]) -> dict[Value, torch.Tensor]:
-    """Those that somebody holds, if a backward among these records leaves gradients."""
+def given_gradients(run: RecordedCalls, records: Sequence[Record]) -> dict[Value, torch.Tensor]:
+    """Those that somebody holds and that these records take or make, if a backward among them leaves gradients."""
     if not any(map(_leaves_gradients, records)):
         return {}
     alive = run.tensors.alive().items()
-    return {value: one for value, one in alive if one.requires_grad and not run.has_graph(value)}
+    asking = {value: one for value, one in alive if one.requires_grad and not run.has_graph(value)}
+    if not asking:
+        return {}
+    taken = {(operand.key, operand.detail) for one in records for operand in one.operands if operand.kind == VALUE}
+    return {value: one for value, one in asking.items() if value in taken}
 
 
 def why_no_piece(run: RecordedCalls, span: tuple[int, int], since: int) -> str:
     """Why a piece of these records cannot give such gradients; empty if it can. What comes before the record `since` is
     no part of it, and gradients that a piece leaves at its arguments are an error of its capture."""
-    records = run.records[slice(*span)]
+    records = run.records[since : span[1]]
     asking = given_gradients(run, records)
+    if not asking:
+        return ""
     if any(value[0] < since for value in asking):
         return "where a backward leaves a gradient at what an earlier piece has made"
-    if asking and any(map(_may_make_graph, records)):
+    if any(map(_may_make_graph, records)):
         return "where a backward leaves a gradient with a graph"
     held = (run.records[value[0]] for value in run.tensors.alive())
-    if asking and any(_asked(record) in asking for record in held):
+    if any(_asked(record) in asking for record in held):
         return "where both a tensor and its gradient are held"
     return ""
 

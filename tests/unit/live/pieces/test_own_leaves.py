@@ -103,9 +103,19 @@ def thawed_and_frozen(training: Training, x: Tensor) -> Tensor:
     return training.update(training.model(asking + slope).mean())
 
 
-PIECES: tuple[Body, ...] = (
-    attack, attack_by_its_attribute, steps_of_an_attack, penalty, backward_in_two_parts, kept, made_to_ask, a_view,
-)  # fmt: skip
+def a_second_loss_behind_a_read(training: Training, x: Tensor) -> Tensor:
+    """No gradient of it comes to what is held of the first."""
+    between = (x * 0.5).requires_grad_()
+    (slope,) = torch.autograd.grad(training.model(between).sum(), between, create_graph=True)
+    training.notes.append(training.update(slope.square().mean() + training.model(x).mean()).item())
+    return noted(training, training.update(training.model(x).square().mean()))
+
+
+PIECES: dict[Body, int] = {
+    attack: 1, attack_by_its_attribute: 1, steps_of_an_attack: 1, penalty: 1, backward_in_two_parts: 1, kept: 1,
+    made_to_ask: 1, a_view: 1, a_second_loss_behind_a_read: 2,
+}  # fmt: skip
+"""With how many launches a call has at least, once its way is known."""
 
 
 def both_held(training: Training, x: Tensor) -> Tensor:
@@ -170,7 +180,7 @@ def ask(training: Training, call: int) -> None:
 def test_it_is_as_in_eager_code(body: Body, compiled: type[Compiled]) -> None:
     count = compiled()
     train_both(made(body), between=ask, compiled=count, calls=CALLS)
-    assert body not in PIECES or count.launches >= CALLS - 3
+    assert count.launches >= PIECES.get(body, 0) * (CALLS - 3)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
@@ -178,4 +188,4 @@ def test_it_is_as_in_eager_code(body: Body, compiled: type[Compiled]) -> None:
 def test_as_graphs_compute_it(body: Body) -> None:
     step = train_by_stages(made(body), CALLS, ask)
     launches = int(re.search(r"(\d+) launches", str(step.explain())).group(1))  # type: ignore[union-attr]
-    assert body not in PIECES or launches >= CALLS - 3
+    assert launches >= PIECES.get(body, 0) * (CALLS - 3)
