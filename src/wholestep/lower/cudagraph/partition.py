@@ -39,6 +39,8 @@ MOST_GRAPHS = 16
 
 NOTHING: Mapping[Any, str] = MappingProxyType({})
 
+_NOTHING_TO_LAUNCH = "it launches nothing on the GPU"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
@@ -92,8 +94,8 @@ def partition(program: Program, refused: Mapping[Any, str] = NOTHING) -> Partiti
     if reason is not None:
         return reason
     runs = _runs(program.graph, host, cuts)
-    if cuts and not any(run.captured for run in runs):
-        return next(iter(cuts.values()))
+    if not any(run.captured for run in runs):
+        return next(iter(cuts.values()), _NOTHING_TO_LAUNCH)
     live = liveness(program, host, runs)
     own = [value for value in program.results if value not in live.values]
     own_places = iter(range(len(own)))
@@ -129,10 +131,10 @@ def _runs(graph: fx.Graph, host: Collection[fx.Node], cuts: Collection[fx.Node])
     """The calls that are not the host's, by turns for graphs and not."""
     calls = [node for node in graph.nodes if node.op == "call_function" and node not in host]
     turns = [(not cut, list(nodes)) for cut, nodes in groupby(calls, cuts.__contains__)]
-    if len(turns) > 1:
-        sizes = [sum(map(_num_calls, nodes)) if captured else 0 for captured, nodes in turns]
-        worth = sorted((n for n, size in enumerate(sizes) if size >= FEWEST_CALLS), key=lambda n: -sizes[n])
-        turns = [(number in worth[:MOST_GRAPHS], nodes) for number, (_, nodes) in enumerate(turns)]
+    fewest = FEWEST_CALLS if len(turns) > 1 else 1
+    sizes = [sum(map(_num_calls, nodes)) if captured else 0 for captured, nodes in turns]
+    worth = sorted((n for n, size in enumerate(sizes) if size >= fewest), key=lambda n: -sizes[n])
+    turns = [(number in worth[:MOST_GRAPHS], nodes) for number, (_, nodes) in enumerate(turns)]
     runs = [
         Run(captured, [node for _, nodes in some for node in nodes])
         for captured, some in groupby(turns, lambda turn: turn[0])

@@ -371,6 +371,14 @@ def test_few_calls_between_two_reads_run_as_they_are():
         assert sum(piece.captured for piece in parts.pieces) == 2 + more
 
 
+@pytest.mark.parametrize("segments", [False, True])
+def test_a_step_that_launches_nothing_has_no_graph(segments: bool):
+    """A graph of nothing gains nothing, and torch warns of each."""
+    program = scheduled(lambda x: x.view(-1).unsqueeze(0), gpu(3, 3), segments=segments)
+    assert partition(program) == "it launches nothing on the GPU"
+    assert body_of(parts_of(lambda x: (x + 1).view(-1), gpu(3, 3), segments=segments))
+
+
 def test_a_step_has_only_so_many_graphs():
     """The longest ones that there are."""
     counts = [4, *range(5, 5 + MOST_GRAPHS), 4]
