@@ -62,6 +62,14 @@ MUTATIONS = (
         tests=(f"{ACCESS}::test_what_moves_between_calls_is_read_at_every_call[vars]",),
     ),
     Mutation(
+        name="no_room_for_frames",
+        what="a trace asks the system for memory wherever its calls cross from one chunk of frames into the next",
+        file="api/dispatch.py",
+        old="    @with_frame_room\n",
+        new="",
+        tests=("tests/unit/util/test_frame_room.py::test_a_first_call_has_it[0]",),
+    ),
+    Mutation(
         name="writes_not_observed",
         what="nobody looks at attributes that a step writes under names which no code has",
         file="capture/python/attribute_access.py",

@@ -22,6 +22,7 @@ from wholestep.capture.python import tree_util
 from wholestep.capture.reach.arguments import ArgumentPath, awaited, still_waits
 from wholestep.errors import ConfigError
 from wholestep.runtime.distributed.world import init
+from wholestep.util.frame_room import with_frame_room
 from wholestep.util.gc_pause import gc_paused
 from wholestep.util.progress import progress_shown
 
@@ -142,6 +143,7 @@ class Dispatcher:
             self.entries[0] = self._stages.plan(entry.captured, entry.lookup)
         return self.entries[0]
 
+    @with_frame_room
     def _call_new(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], reason: str | None) -> Any:
         """Builds an entry and runs it; it is one of the entries once its first call has succeeded."""
         stages, stats = self._stages, self._stats
