@@ -111,6 +111,7 @@ DOORS: dict[str, dict[str, str]] = {
         "torch._check": "a promise about a size that is data",
         "torch._prims_common": "whether strides look channels-last, as kernels ask it",
     },
+    "capture/python/modules_left_alone.py": {"torch.fx._symbolic_trace": "what patches methods of modules for a trace"},
     "capture/python/node_origin.py": {
         "torch._C._current_autograd_node": "which forward operation a backward one belongs to",
         "torch.autograd._get_sequence_nr": "the number that ties the two",

@@ -22,6 +22,25 @@ COMPILED = "tests/unit/lower/inductor/test_compile_fx.py"
 
 CAPTURE_MUTATIONS = (
     Mutation(
+        name="modules_are_patched",
+        what="fx exchanges methods of modules for every trace of a capture",
+        file="capture/python/modules_left_alone.py",
+        old="    if original is None:",
+        new="    if True:",
+        tests=(
+            "tests/unit/capture/python/test_modules_left_alone.py::test_a_capture_exchanges_no_method[False]",
+            "tests/unit/capture/python/test_modules_left_alone.py::test_one_trace_patches_nothing",
+        ),
+    ),
+    Mutation(
+        name="second_trace_patches_modules",
+        what="fx exchanges methods of modules while a graph is made functional",
+        file="capture/functionalize/functionalize.py",
+        old="unwritten(), modules_left_alone(), node_hook",
+        new="unwritten(), node_hook",
+        tests=("tests/unit/capture/python/test_modules_left_alone.py::test_a_capture_exchanges_no_method[True]",),
+    ),
+    Mutation(
         name="arguments_returned_as_copies",
         what="an argument to which the step writes, and which it returns, is another tensor",
         file="capture/tracing/tracer.py",

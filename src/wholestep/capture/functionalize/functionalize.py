@@ -24,6 +24,7 @@ from wholestep.capture.functionalize.constants import known_to_fakes
 from wholestep.capture.functionalize.mutation_subgraph import mutation_subgraph, splice
 from wholestep.capture.functionalize.outplace import to_out_of_place
 from wholestep.capture.functionalize.storage_resize import fold_resizes
+from wholestep.capture.python.modules_left_alone import modules_left_alone
 from wholestep.capture.python.node_origin import node_hook
 from wholestep.capture.scalars.host_scalars import HostValues, Known, host_branches, kernels_branch
 from wholestep.errors import CaptureError
@@ -81,7 +82,10 @@ def _retrace(traced: fx.GraphModule, inputs: list[Any], mode: FakeTensorMode, kn
         return torch.func.functionalize(lambda *inner: interpreter.run(*inner), remove="mutations")(*args)
 
     branches = host_branches(lambda: host[0] if host else None)
-    with mode, known_to_fakes(), without_autocast(), unwritten(), node_hook(interpreter.tag), branches:
+    with (
+        mode, known_to_fakes(), without_autocast(), unwritten(), modules_left_alone(), node_hook(interpreter.tag),
+        branches,
+    ):  # fmt: skip
         functional = make_fx(run, _disable_torch_fn_metadata_mode=True)(*plain)
     module = splice(traced, subgraph, functional, interpreter.made_for)
     fold_resizes(module.graph)

@@ -21,6 +21,7 @@ from wholestep.capture.native import build
 from wholestep.capture.python import tree_util, user_frame
 from wholestep.capture.python.attribute_access import AttributesFound
 from wholestep.capture.python.code_lines import writer_of
+from wholestep.capture.python.modules_left_alone import modules_left_alone
 from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.reach.traced_inputs import (
     ArgumentRef,
@@ -151,7 +152,7 @@ class Tracer:
                 for slot, grad in entry_grads:
                     setattr(grad, ENTRY_MARK, True)
                     slot.tensor.grad = grad
-                with patched(self._context, recorders), unwritten():
+                with patched(self._context, recorders), unwritten(), modules_left_alone():
                     inputs = [*self._reals, *recorders.ranks.symbols]
                     traced = lambda *args: self._body(step, recorded)  # noqa: E731
                     module = make_fx(traced, _disable_torch_fn_metadata_mode=True)(*inputs)
