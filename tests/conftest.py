@@ -30,6 +30,8 @@ settings.load_profile("wholestep")
 def pytest_configure(config: pytest.Config) -> None:
     """Gives the session empty caches: a calibration changes plans, kernels that are there are not compiled. The native
     look is kept."""
+    # pytest listens to loggers that do not propagate. To this one torch tells stacks, once anybody listens.
+    logging.getLogger("torch.__trace").propagate = True
     if hasattr(config, "workerinput"):
         return  # a worker inherits those of the process that started it: what one has compiled, all have
     cache = tempfile.TemporaryDirectory(prefix="wholestep-tests-")
