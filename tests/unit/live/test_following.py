@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.unit.live.both import CALLS, Compiled, Net, Step, Training, Unguarded, batch, train_both
@@ -43,6 +43,27 @@ def test_a_known_path_is_one_launch_and_executes_nothing() -> None:
 def test_a_piece_gives_only_what_somebody_holds() -> None:
     live = train_both(appends_the_loss, compiled=Compiled())
     assert [piece.spec.wanted for piece in live.pieces] == [((2, 0),)]  # the loss, of three
+
+
+@pytest.mark.parametrize("other", [None, 1.5])
+def test_what_comes_in_the_place_of_a_parameter_may_be_no_tensor(other: float | None) -> None:
+    def make(training: Training) -> Step:
+        training.model.scale = nn.Parameter(torch.full((8,), 2.0))
+
+        def step(x: Tensor) -> Tensor:
+            out, scale = training.model.first(x), training.model.scale
+            loss = (F.layer_norm(out, (8,), scale) if other is None else torch.mul(out, scale)).square().mean()
+            training.notes.append(loss.item())
+            return training.update(loss)
+
+        return step
+
+    def between(training: Training, call: int) -> None:
+        if call == 3:
+            del training.model.scale
+            training.model.scale = other
+
+    train_both(make, between=between)
 
 
 def test_a_value_that_is_asked_for_in_the_middle_ends_a_piece() -> None:

@@ -312,8 +312,9 @@ class TensorTable:
 
     def _is_new(self, path: Path, number: int, leaf: Any) -> bool:
         """Whether this is the tensor from outside with this number, which the run has not met before."""
-        if type(path.externals[number]) is not Description:
-            return bool(leaf.requires_grad and self._is_taken(path, number, leaf))
+        known = path.externals[number]
+        if type(known) is not Description:  # what comes in its place may be no tensor
+            return leaf is known and known.requires_grad and self._is_taken(path, number, known)
         is_data = type(leaf) is torch.Tensor and gradient_node(leaf) is None and leaf.layout is torch.strided
         return is_data and self.value_of(leaf) is None and self._is_taken(path, number, leaf)
 
