@@ -26,9 +26,21 @@ def is_leaf(tensor: torch.Tensor) -> bool:
 
 
 def askable(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor, or another one on its memory where torch may not be asked."""
+    """A tensor, or another one on its memory where torch may not be asked, or takes it for a view that it no longer is.
+
+    Who assigns to ``.data`` of a view gives it other memory, and torch still has the base that it was a view of.
+    """
     try:
-        tensor.is_leaf  # noqa: B018
+        is_leaf = tensor.is_leaf
     except RuntimeError:
         return tensor.detach()
+    if is_leaf and tensor._is_view() and _has_left(tensor, tensor._base):
+        return tensor.detach().requires_grad_(tensor.requires_grad)
     return tensor
+
+
+def _has_left(view: torch.Tensor, base: torch.Tensor | None) -> bool:
+    """Whether a view is on other memory than its base."""
+    if base is None or not view.layout is base.layout is torch.strided:
+        return False
+    return bool(view.untyped_storage()._cdata != base.untyped_storage()._cdata)

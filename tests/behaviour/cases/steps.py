@@ -21,6 +21,7 @@ from tests.behaviour.small_models import (
     loss_of,
     mlp,
     sgd,
+    step_job,
     unwrap,
     usual_job,
 )
@@ -54,6 +55,45 @@ def zero_grad_at_start(model: Any, opt: Optimizer, x: Tensor, y: Tensor) -> Tens
     loss.backward()
     opt.step()
     return loss
+
+
+def _gradients_kept(model: Any, opt: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    loss = loss_of(model, x, y)
+    loss.backward()
+    opt.step()
+    return loss.detach()
+
+
+@case(traces=(2,))
+def gradients_detached_in_place(run: Run) -> Job:
+    """Between the calls, as old loops do to clear them: they may be views of nothing."""
+    module = mlp()
+
+    def between(call: int) -> None:
+        for param in module.parameters():
+            assert param.grad is not None
+            param.grad.detach_().zero_()
+
+    return step_job(run, _gradients_kept, module, batches=class_batches(run, 4), between=between)
+
+
+@case(traces=(2,))
+def gradients_that_were_views_move(run: Run) -> Job:
+    """All gradients lie in one tensor, until ``.to()`` gives each memory of its own."""
+    module = mlp()
+
+    def between(call: int) -> None:
+        if call == 1:
+            module.double()
+            return
+        dtype = next(module.parameters()).dtype
+        flat = torch.zeros(sum(p.numel() for p in module.parameters()), dtype=dtype)
+        for param, grad in zip(module.parameters(), flat.split([p.numel() for p in module.parameters()]), strict=True):
+            param.grad = grad.view_as(param)
+
+    between(0)
+    batches = [(x if call < 2 else x.double(), y) for call, (x, y) in enumerate(class_batches(run, 4))]
+    return step_job(run, _gradients_kept, module, batches=batches, between=between)
 
 
 @step_case(traces=(2,))

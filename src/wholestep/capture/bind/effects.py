@@ -61,8 +61,18 @@ class SetGradients:
     def apply(self, call: CallOutcome) -> None:
         """See `Effect`."""
         grads = call.outputs[self.first : self.first + len(self.params)]
+        if any(grad._is_view() for grad in grads):
+            grads = self._without_bases(call, grads)
         for param, grad in zip(self.params, grads, strict=True):
             param.grad = grad
+
+    @staticmethod
+    def _without_bases(call: CallOutcome, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The gradients, none of them a view, since eager code leaves none: ``grad.detach_()`` refuses views. A result
+        that is a gradient stays the same object."""
+        plain = {id(grad): grad.detach() for grad in grads if grad._is_view()}
+        call.outputs = [plain.get(id(one), one) for one in call.outputs]
+        return [plain.get(id(grad), grad) for grad in grads]
 
 
 @dataclass(frozen=True, slots=True)

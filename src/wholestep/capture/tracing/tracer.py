@@ -144,10 +144,10 @@ class Tracer:
         entry_grads = [(s, s.tensor.grad) for s in self._state.params if s.tensor.grad is not None]
         argument_grads = [(one, one.grad) for one in self._context.user if is_leaf(one)]
         recorders.had_grads = {id(one): grad is not None for one, grad in argument_grads}
-        fakes = self._make_fakes()
-        for slot, _ in entry_grads:
-            slot.tensor.grad = None
+        for one in [*(slot.tensor for slot, _ in entry_grads), *(one for one, _ in argument_grads)]:
+            one.grad = None  # those of parameters are inputs of their own, those of arguments are none
         try:
+            fakes = self._make_fakes()
             with self._swapped(fakes):
                 for slot, grad in entry_grads:
                     setattr(grad, ENTRY_MARK, True)
@@ -188,17 +188,6 @@ class Tracer:
             fakes: list[torch.Tensor] = []
             for row in self._rows:
                 fakes.append(self._fake(row))
-            by_id = {id(real): fake for real, fake in zip(self._reals, fakes, strict=True)}
-            for slot in self._state.params:  # the fake of a parameter has made a fake of its gradient already
-                grad, fake = slot.tensor.grad, by_id.get(id(slot.tensor))
-                if grad is None or fake is None:  # a DTensor holds its gradient itself, and not its part
-                    continue
-                if not is_dtensor(grad) and fake.grad is not None:
-                    fakes[self._state.index[id(grad)]] = fake.grad
-                fake.grad = None
-            for real in self._context.user:
-                if is_leaf(real):
-                    by_id[id(real)].grad = None  # an argument's gradient is no input
             self._outside = self._leaves_outside(fakes)
         finally:
             self._recorders.mode.fake_tensor_converter = FakeTensorConverter(copy_data=False)
