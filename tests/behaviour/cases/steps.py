@@ -77,9 +77,10 @@ def gradients_detached_in_place(run: Run) -> Job:
     return step_job(run, _gradients_kept, module, batches=class_batches(run, 4), between=between)
 
 
-@case(traces=(2,))
+@case(traces=(2,), ranks=False)
 def gradients_that_were_views_move(run: Run) -> Job:
-    """All gradients lie in one tensor, until ``.to()`` gives each memory of its own."""
+    """All gradients lie in one tensor, until ``.double()`` gives each memory of its own. The hooks of an eager
+    DistributedDataParallel are gone then, and ranks drift apart."""
     module = mlp()
 
     def between(call: int) -> None:
