@@ -86,6 +86,27 @@ def test_it_counts_under_a_strategy(ranks2: Any, name: str, may_go_live: bool) -
     ranks2.run(as_eager_training, STEPS[name], {}, ws.FSDP())
 
 
+@on_own_device
+def met_late(step: Step, frozen: bool) -> None:
+    """A micro-batch of eager code before the first call, and one for a layer that is frozen until then."""
+    eager, ours, compiled = sharded(**SETTINGS["again"]), sharded(**SETTINGS["again"]), ws.compile(step)
+    for number, (x, y) in enumerate(batches()):
+        for model, _ in (eager, ours):
+            model[0].requires_grad_(not frozen or number > 1)
+            if number in (0, 2):
+                eager_micro_batch(model, x[:3], y[:3])
+        close(compiled(*ours, x, y), step(*eager, x, y), {})
+    for want, came in zip(whole(eager[0]), whole(ours[0]), strict=True):
+        close(came, want, {})
+
+
+@pytest.mark.parametrize("may_go_live", [True])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", STEPS)
+def test_it_counts_for_what_no_call_has_trained(ranks2: Any, name: str, frozen: bool, may_go_live: bool) -> None:
+    ranks2.run(met_late, STEPS[name], frozen)
+
+
 class EveryOther:
     """Reduces and updates in every other call. In the first calls its micro-batches are eager code."""
 

@@ -133,8 +133,7 @@ def again_through(modules: Iterable[FSDPModule], backward: Callable[[], Any]) ->
 
 
 def _reduce_accumulated(group: Any) -> None:
-    made = [one for one in group.fsdp_params if hasattr(one, "_unsharded_param")]
-    if all(one._unsharded_param.grad is None and one.unsharded_accumulated_grad is None for one in made):
+    if not _has_accumulated(group):
         return
     waits, phase, group.reduce_grads = not group.reduce_grads, group._training_state, True
     try:
@@ -144,14 +143,22 @@ def _reduce_accumulated(group: Any) -> None:
         group.reduce_grads, group._training_state = not waits, phase
 
 
+def _has_accumulated(group: Any) -> bool:
+    made = [one for one in group.fsdp_params if hasattr(one, "_unsharded_param")]
+    return any(one._unsharded_param.grad is not None or one.unsharded_accumulated_grad is not None for one in made)
+
+
 def _note_accumulations(group: Any) -> None:
     if _ACCUMULATES in vars(group):
         return
-    setattr(group, _ACCUMULATES, False)
+    setattr(group, _ACCUMULATES, _has_accumulated(group))  # a backward may have come before anybody noted it
     note = partial(_note_accumulation, weakref.ref(group))
-    for one in group.fsdp_params:
-        if hasattr(one, "_unsharded_param") and one._unsharded_param.requires_grad:
-            one._unsharded_param.register_post_accumulate_grad_hook(note)
+    for whole in [one._unsharded_param for one in group.fsdp_params if hasattr(one, "_unsharded_param")]:
+        if whole.requires_grad:
+            whole.register_post_accumulate_grad_hook(note)
+        elif whole.is_floating_point() and not whole.is_inference():  # frozen now, and maybe not for ever
+            whole.requires_grad_(True).register_post_accumulate_grad_hook(note)
+            whole.requires_grad_(False)
 
 
 def _note_accumulation(group: weakref.ref[Any], _: torch.Tensor) -> None:
