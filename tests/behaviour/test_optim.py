@@ -7,6 +7,7 @@ import inspect
 import pytest
 import torch
 
+import wholestep as ws
 from tests.behaviour.cases import OPTIM_CASES
 from tests.behaviour.cases.optimizers import OPTIMIZERS, SCHEDULES
 from tests.behaviour.harness import Run, check
@@ -36,3 +37,18 @@ def test_no_scheduler_of_torch_is_forgotten() -> None:
     }
     # SWALR belongs to weight averaging and lives in another module.
     assert len(offered - NO_RULE) == len(SCHEDULES)
+
+
+def test_an_optimizer_that_does_not_step_gets_no_state() -> None:
+    """Its parameter is updated by another one."""
+    model = torch.nn.Linear(3, 2)
+    rests, steps = torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(which: dict[str, torch.optim.Optimizer], x: torch.Tensor) -> None:
+        model(x).sum().backward()
+        which["steps"].step()
+        which["steps"].zero_grad()
+
+    ws.compile(step, backend="eager")({"rests": rests, "steps": steps}, torch.ones(1, 3))
+    assert not rests.state
+    assert len(steps.state) == 2

@@ -54,7 +54,8 @@ def bind(
         for one in spec.inputs
         if isinstance(one, (StateSource, EntryGradSource)) and slots[one.slot].kind is not InputKind.PARAM
     }
-    context.lazy.discard({id(slots[slot].tensor) for slot in spec.reads.stepped | read})
+    steppers = {id(context.state.optimizers[number][1]) for number in spec.stepped_optimizers}
+    context.lazy.discard({id(slots[slot].tensor) for slot in spec.reads.stepped | read}, steppers)
     live = _Live(spec, context)
     return Captured(
         source=source,

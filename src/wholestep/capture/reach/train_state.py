@@ -323,10 +323,14 @@ class LazyState:
                 for opt, param, state in aside:
                     vars(opt)["state"][param] = state
 
-    def discard(self, used: Set[int] = frozenset()) -> None:
-        """Removes created state but for that of parameters with an id in `used`, and that with a tensor whose id is."""
+    def discard(self, used: Set[int] = frozenset(), steppers: Set[int] = frozenset()) -> None:
+        """Removes created state but for that with a tensor whose id is in `used`, and that of parameters whose id is.
+
+        Of a parameter that several optimizers have, those keep it whose id is in `steppers`.
+        """
         for opt, param in self.created:
-            if used.isdisjoint([id(param), *map(id, opt.state.get(param, {}).values())]):
+            is_stepped = id(opt) in steppers and id(param) in used
+            if not is_stepped and used.isdisjoint(map(id, opt.state.get(param, {}).values())):
                 opt.state.pop(param, None)
 
 
