@@ -17,6 +17,7 @@ PIECES = "tests/ranks/sharding/test_live_pieces.py"
 PARALLEL = "tests/ranks/wrapped/test_tensor_parallel.py"
 MODULES = "tests/ranks/sharding/test_live_modules.py"
 EXCHANGED = "tests/ranks/sharding/test_exchanged_weights.py"
+BETWEEN = "tests/ranks/wrapped/test_buffers_between.py::test_statistics_are_those_of_eager_ranks"
 WAITING = "tests/ranks/wrapped/test_waiting_gradients.py"
 COMPILED_SEGMENTS = "tests/unit/lower/inductor/test_segment_compiler.py"
 POOL = "tests/unit/lower/cudagraph/test_graph_pool.py"
@@ -542,6 +543,38 @@ SHARDING_MUTATIONS = (
         old='"_reduce_scatter_comm", _ACCUMULATES,',
         new='"_reduce_scatter_comm",',
         tests=(f"{WAITING}::test_an_eager_micro_batch_counts_in_the_next_call[gloo-one graph-keep-True]",),
+    ),
+    Mutation(
+        name="forwards_of_wrappers_are_not_seen",
+        what="what a wrapper's own forward writes to buffers is not made equal before a compiled call",
+        file="runtime/buffer_sync.py",
+        old="        may_differ(written_by_themselves())\n",
+        new="",
+        tests=(f"{BETWEEN}[finetune-training]",),
+    ),
+    Mutation(
+        name="forwards_that_synchronize_nothing_are_not_seen",
+        what="a wrapper's own forward is only seen if it has synchronized buffers itself",
+        file="capture/wrappers/ddp.py",
+        old="        elif not was_awaited or wrapper.modules_buffers is not buffers:",
+        new="        elif wrapper.modules_buffers is not buffers:",
+        tests=(f"{BETWEEN}[evaluate-evaluation, then training]",),
+    ),
+    Mutation(
+        name="compiled_forwards_are_not_told_from_own_ones",
+        what="a compiled evaluation does not note that the next forward of its wrapper synchronizes nothing",
+        file="capture/wrappers/ddp.py",
+        old="        _seen[wrapper] = _seen[wrapper][0], is_awaited",
+        new="        pass",
+        tests=(f"{BETWEEN}[evaluate-evaluation, then training]",),
+    ),
+    Mutation(
+        name="optimizers_that_do_not_step_get_state",
+        what="an optimizer that does not step gets state for a parameter that another one steps",
+        file="capture/reach/train_state.py",
+        old="            is_stepped = id(opt) in steppers and id(param) in used",
+        new="            is_stepped = id(param) in used",
+        tests=("tests/behaviour/test_optim.py::test_an_optimizer_that_does_not_step_gets_no_state",),
     ),
     Mutation(
         name="waiting_gradients_are_not_noted",

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from wholestep.capture.functionalize.storage_resize import is_freed
+from wholestep.capture.wrappers.ddp import written_by_themselves
 from wholestep.config import DataParallelOptions
 from wholestep.ir.ops.collectives import group_named
 from wholestep.ir.program import InputKind, MeshAxis, OutputKind, Program
@@ -46,9 +47,10 @@ class StateBroadcast:
 class BufferSync:
     """Keeps the buffers of a data-parallel step as DistributedDataParallel does: rank 0's values at the start.
 
-    The graph itself broadcasts what it writes. A buffer that it only reads is broadcast here, and only when a
-    step has written it since the last time: constants such as masks and positions never travel, and of many
-    evaluation steps in a row the first one does it. Ranks decide alike, as they run the same plans.
+    The graph itself broadcasts what it writes. A buffer that it only reads is broadcast here, and only when a step has
+    written it since the last time, or a wrapper's own forward in eager code: constants such as masks and positions
+    never travel, and of many evaluation steps in a row the first one does it. Ranks decide alike, as they run the same
+    plans, and such forwards together.
     """
 
     def __init__(
@@ -72,7 +74,9 @@ class BufferSync:
         self._axes = axes
 
     def before_call(self) -> None:
-        """Broadcasts what this step reads and another has written; notes what this step is about to write."""
+        """Broadcasts what this step reads and another has written, or a wrapper's own forward; notes what this step is
+        about to write."""
+        may_differ(written_by_themselves())
         stale = [tensor for tensor in self._read if id(tensor) in _may_differ] if _may_differ else []
         if stale:
             broadcast_over(stale, self._axes)

@@ -91,6 +91,7 @@ def settings_of(name: str, wrapper: DistributedDataParallel) -> DDPSettings:
             f"{name} uses the reducer in Python of torch.compile. Leave torch._dynamo.config.optimize_ddp as it is "
             f"when the module is wrapped."
         )
+    _seen.setdefault(wrapper, (None, False))
     return DDPSettings(
         group=wrapper.process_group,
         bucket_bytes=None if wrapper.bucket_bytes_cap_default else int(wrapper.bucket_bytes_cap),
@@ -230,6 +231,24 @@ def _broadcast_buffers(wrapper: DistributedDataParallel) -> list[torch.Tensor]:
     return [one for name, one in named if name not in wrapper.parameters_to_ignore]
 
 
+_seen: WeakKeyDictionary[DistributedDataParallel, tuple[Any, bool]] = WeakKeyDictionary()
+"""Of the wrappers of steps their list of buffers, which each forward of their own makes anew as it gives them the first
+rank's values, and what `FORWARD_KEY` was: both when they were last looked at, and the same on all ranks."""
+
+
+def written_by_themselves() -> list[torch.Tensor]:
+    """The buffers of those wrappers of steps that ran forwards of their own, in eager code, since this was last asked,
+    and whose next forward would synchronize them. Before that they may differ."""
+    found = []
+    for wrapper, (buffers, was_awaited) in [*_seen.items()]:
+        if not getattr(wrapper, FORWARD_KEY):
+            _seen[wrapper] = buffers, False  # as in eager code they stay different
+        elif not was_awaited or wrapper.modules_buffers is not buffers:
+            _seen[wrapper] = wrapper.modules_buffers, True
+            found += _broadcast_buffers(wrapper)
+    return found
+
+
 def settings_of_trace(wrapper: DistributedDataParallel) -> tuple[str, ...]:
     """Attributes of a wrapper that a trace depends on."""
     return (*SETTINGS, FORWARD_KEY) if wrapper.training and _synchronizes(wrapper) else SETTINGS
@@ -254,6 +273,8 @@ def set_awaited(wrapper: DistributedDataParallel, is_awaited: bool) -> None:
     """Notes in a wrapper what its last forward was, as that does itself: after one that no reduction follows, the next
     one gives buffers no values of the first rank."""
     setattr(wrapper, FORWARD_KEY, is_awaited)
+    if wrapper in _seen:
+        _seen[wrapper] = _seen[wrapper][0], is_awaited
 
 
 def _note_forward(wrapper: DistributedDataParallel) -> None:
