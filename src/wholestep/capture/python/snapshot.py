@@ -36,13 +36,14 @@ class Snapshot:
 
     def now(self) -> Any:
         """What the container holds at this moment."""
-        if isinstance(self.container, list):
-            return list(self.container)
-        if isinstance(self.container, (ContentView, ClassView)):
-            return self.container.content()
-        if self.keys is None:
-            return dict(self.container)
-        return {key: self.container[key] for key in self.keys if key in self.container}
+        container = self.container
+        if isinstance(container, list):
+            return list.copy(container)
+        if isinstance(container, (ContentView, ClassView)):
+            return container.content()
+        if isinstance(container, dict) and not isinstance(container, VIEWS):
+            return _held(container, self.keys)
+        return {key: container[key] for key in (container if self.keys is None else self.keys) if key in container}
 
     def changes(self) -> Iterator[tuple[str, Any, Any]]:
         """What differs from the trace: (path, then, now)."""
@@ -67,7 +68,8 @@ class Snapshot:
 
     def reordered(self) -> bool:
         """Whether a dict has the same keys in another order."""
-        return self.ordered and list(self.held) != list(self.container) and self.held.keys() == self.now().keys()
+        now = self.now() if self.ordered else {}
+        return self.ordered and list(self.held) != list(now) and self.held.keys() == now.keys()
 
     def _same(self, key: Any, then: Any, now: Any) -> bool:
         return same(then, now) or (key in self.varying_keys and type(then) is type(now))
@@ -76,7 +78,7 @@ class Snapshot:
         """Puts back what the container held (after a refused trace)."""
         container = self.container
         if isinstance(container, list):
-            container[:] = self.held
+            list.__setitem__(container, slice(None), self.held)
             return
         extra = () if isinstance(container, ContentView) else set(self.now()) - set(self.held)
         if isinstance(container, VIEWS):
@@ -85,11 +87,22 @@ class Snapshot:
             container.update(self.held)
             return
         # A dict of a class of its own may refuse to be written to, or do more than that.
-        kind = OrderedDict if isinstance(container, OrderedDict) else dict
-        for key in list(container) if self.ordered else extra:
+        kind = _kind(container)
+        for key in list(self.now()) if self.ordered else extra:
             kind.__delitem__(container, key)
         for key, item in self.held.items():
             kind.__setitem__(container, key, item)
+
+
+def _kind(container: dict[Any, Any]) -> type[dict[Any, Any]]:
+    return OrderedDict if isinstance(container, OrderedDict) else dict
+
+
+def _held(container: dict[Any, Any], keys: tuple[Any, ...] | None) -> dict[Any, Any]:
+    """What a dict holds. What its class gives for a key may be made anew each time (transformers' ``ACT2FN``)."""
+    if keys is None:
+        return dict(_kind(container).items(container))
+    return {key: dict.__getitem__(container, key) for key in keys if dict.__contains__(container, key)}
 
 
 def only_reached(found: Sequence[Snapshot], reached: Sequence[Snapshot]) -> list[Snapshot]:

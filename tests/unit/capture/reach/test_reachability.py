@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -286,6 +286,37 @@ def test_a_watch_tells_and_restores_a_dict() -> None:
     assert [path for path, _, _ in watch.changes()] == ["thing.a", "thing.b", "thing[3]", "thing.c"]
     watch.restore()
     assert things == {"a": 1, "b": 2, 3: 4}
+
+
+class MadeAnew(OrderedDict[str, Any]):
+    """Gives an object of the class that it holds, as transformers' ``ACT2FN`` does."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+class Doubled(list[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter([2 * self[i] for i in range(len(self))])
+
+
+@pytest.mark.parametrize("keys", [None, ("a",)])
+def test_a_watch_holds_what_a_dict_holds_and_not_what_its_class_makes_of_it(keys: tuple[str, ...] | None) -> None:
+    things = MadeAnew(a=object, b=list)
+    watch = watched(things, keys)
+    assert list(watch.changes()) == []
+    dict.__setitem__(things, "a", dict)
+    assert list(watch.changes()) == [("thing.a", object, dict)]
+    watch.restore()
+    assert [*things.values()] == [object, list]
+
+
+def test_a_watch_of_a_list_that_iterates_otherwise() -> None:
+    things = Doubled([1, 2])
+    watch = watched(things)
+    things.append(3)
+    watch.restore()
+    assert [*list.__iter__(things)] == [1, 2]
 
 
 def test_a_watch_of_some_keys_leaves_the_others() -> None:
