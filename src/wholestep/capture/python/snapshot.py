@@ -43,7 +43,9 @@ class Snapshot:
             return container.content()
         if isinstance(container, dict) and not isinstance(container, VIEWS):
             return _held(container, self.keys)
-        return {key: container[key] for key in (container if self.keys is None else self.keys) if key in container}
+        if self.keys is None:
+            return dict(container)
+        return {key: container[key] for key in self.keys if key in container}
 
     def changes(self) -> Iterator[tuple[str, Any, Any]]:
         """What differs from the trace: (path, then, now)."""
