@@ -22,6 +22,16 @@ COMPILED = "tests/unit/lower/inductor/test_compile_fx.py"
 
 CAPTURE_MUTATIONS = (
     Mutation(
+        name="what_refers_to_nothing_is_old",
+        what="a dict of plain values that a trace has made counts as one from before it",
+        file="capture/effects/library_state.py",
+        old=" if id(one) not in young and one is not things]",
+        new=" if one is not things]",
+        tests=(
+            "tests/unit/capture/effects/test_library_state.py::test_what_refers_to_nothing_is_as_old_as_what_holds_it",
+        ),
+    ),
+    Mutation(
         name="dicts_are_asked",
         what="what a dict holds is read through the methods of its class, which may make it anew",
         file="capture/python/snapshot.py",

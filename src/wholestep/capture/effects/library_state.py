@@ -50,6 +50,7 @@ class LibraryState:
     """What a trace comes to by code of libraries. Made before the trace, with nothing collected until `settle`."""
 
     def __init__(self, reachable: Reachable) -> None:
+        gc.collect(0)  # what is young from now on is the trace's, and so are the lists below, which hold some of it
         self._reachable = reachable
         self._known = {id(sys.modules), *reachable.seen, *_looked_at_otherwise(reachable)}
         self._entered: set[tuple[types.CodeType, int]] = set()
@@ -57,7 +58,6 @@ class LibraryState:
         """Things with a snapshot of each: those that the trace itself has made are among them."""
         self._watched: dict[int, set[str] | None] = {}
         self._alive: list[Any] = []
-        gc.collect(0)  # what is young from now on is the trace's
 
     def enter(self, frame: types.FrameType) -> None:
         """Watches what the code of a function reads or writes that is about to run."""
@@ -130,9 +130,9 @@ class LibraryState:
 def _there_before(things: list[Any]) -> set[int]:
     """By id those of some things that are older than what is young. The collector does not know the age of things that
     refer to nothing: they are old where something old refers to them."""
+    untracked = {id(one): one for one in things if not gc.is_tracked(one)}  # a holder, which is to be young as well
     young = set(map(id, gc.get_objects(0)))
     old = {id(one) for one in things if gc.is_tracked(one) and id(one) not in young}
-    untracked = {id(one): one for one in things if not gc.is_tracked(one)}
     if untracked:
         holders = [one for one in gc.get_referrers(*untracked.values()) if id(one) not in young and one is not things]
         old |= {id(one) for holder in holders for one in gc.get_referents(holder)} & untracked.keys()

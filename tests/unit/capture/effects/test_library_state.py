@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import gc
 import logging
 import math
 import sys
@@ -20,9 +21,11 @@ from torch import Tensor
 import wholestep as ws
 from tests.unit.capture.steps import captured
 from wholestep.capture.effects.c_functions import Kind, kind_of
-from wholestep.capture.effects.library_state import Access, accesses
+from wholestep.capture.effects.library_state import Access, LibraryState, _there_before, accesses
+from wholestep.capture.reach.reachable import Reachable
 from wholestep.capture.tracing.call_watch import OutsideEffect
 from wholestep.errors import CaptureError
+from wholestep.util.gc_pause import gc_paused
 
 LIBRARY = """
 class Meter:
@@ -90,6 +93,17 @@ def test_what_a_library_changes_is_found(library: ModuleType, name: str) -> None
 
 def test_what_a_library_makes_in_the_step_is_its_own(library: ModuleType) -> None:
     assert captured(lambda x: library.of_its_own(x), torch.ones(2)).program
+
+
+def test_what_refers_to_nothing_is_as_old_as_what_holds_it() -> None:
+    """The collector knows no age of a dict of plain values: those of calls (``**kwargs``) are made in every one."""
+    holder = [{"a": 1}]
+    gc.collect()
+    with gc_paused():
+        state = LibraryState(Reachable())
+        young = [{"b": 1}]
+        state._alive.append(young[0])
+        assert _there_before([holder[0], young[0]]) == {id(holder[0])}
 
 
 @pytest.mark.parametrize("may_go_live", [True])
