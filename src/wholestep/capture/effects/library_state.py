@@ -129,13 +129,13 @@ class LibraryState:
 
 def _there_before(things: list[Any]) -> set[int]:
     """By id those of some things that are older than what is young. The collector does not know the age of things that
-    refer to nothing: dicts are old where something old refers to them, and others, which C may hold, always."""
-    dicts = {id(one): one for one in things if isinstance(one, dict) and not gc.is_tracked(one)}
-    young = set(map(id, gc.get_objects(0)))  # `dicts`, a holder too, is among them
-    old = {id(one) for one in things if id(one) not in young and id(one) not in dicts}
-    if dicts:
-        holders = [one for one in gc.get_referrers(*dicts.values()) if id(one) not in young and one is not things]
-        old |= {id(one) for holder in holders for one in gc.get_referents(holder)} & dicts.keys()
+    refer to nothing: data is old where something old refers to it, and a context variable, which C may hold, always."""
+    data = {id(one): one for one in things if isinstance(one, (dict, *BUFFERS)) and not gc.is_tracked(one)}
+    young = set(map(id, gc.get_objects(0)))  # `things` and `data`, which hold them too, are among it
+    old = {id(one) for one in things if id(one) not in young and id(one) not in data}
+    if data:
+        holders = [one for one in gc.get_referrers(*data.values()) if id(one) not in young]
+        old |= {id(one) for holder in holders for one in gc.get_referents(holder)} & data.keys()
     return old
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -95,15 +96,27 @@ def test_what_a_library_makes_in_the_step_is_its_own(library: ModuleType) -> Non
     assert captured(lambda x: library.of_its_own(x), torch.ones(2)).program
 
 
-def test_what_refers_to_nothing_is_as_old_as_what_holds_it() -> None:
+@pytest.mark.parametrize("kind", [lambda: {"a": 1}, lambda: np.zeros(2), lambda: bytearray(2)])
+def test_data_that_refers_to_nothing_is_as_old_as_what_holds_it(kind: Callable[[], Any]) -> None:
     """The collector knows no age of a dict of plain values: those of calls (``**kwargs``) are made in every one."""
-    holder = [{"a": 1}]
+    holder = [kind()]
     gc.collect()
     with gc_paused():
         state = LibraryState(Reachable())
-        young = [{"b": 1}]
+        young = [kind()]
         state._alive.append(young[0])
         assert _there_before([holder[0], young[0]]) == {id(holder[0])}
+
+
+def test_a_variable_that_only_c_holds_is_old() -> None:
+    """numpy's error state is one: what the collector can see of its holders is made by the trace."""
+    kept = contextvars.ContextVar("kept", default=1)
+    gc.collect()
+    with gc_paused():
+        state = LibraryState(Reachable())
+        state._alive.append(kept)
+        assert not gc.is_tracked(kept)
+        assert _there_before([kept]) == {id(kept)}
 
 
 @pytest.mark.parametrize("may_go_live", [True])
