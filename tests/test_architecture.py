@@ -31,7 +31,7 @@ ROOMS = """
     runtime/distributed runtime runtime/sharding runtime/checkpoint runtime/verify
     lower/codecache lower/gemm lower/kernels lower/decompositions lower/base lower/cudagraph lower/foreach
     lower/inductor lower
-    live/recording live/sizes live/opaque live/pieces live api/report api/cache api adapters spmd __init__
+    live/recording live/sizes live/opaque live/pieces live/ranks live api/report api/cache api adapters spmd __init__
     cli/common cli/workloads cli/suite cli __main__
 """.split()
 """Folders below src/wholestep, and the files beside them: a file may import from its own room and from those before it.

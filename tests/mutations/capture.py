@@ -23,12 +23,13 @@ COMPILED = "tests/unit/lower/inductor/test_compile_fx.py"
 CAPTURE_MUTATIONS = (
     Mutation(
         name="what_refers_to_nothing_is_old",
-        what="a dict of plain values that a trace has made counts as one from before it",
+        what="a dict of plain values, or an array, that a trace has made counts as one from before it",
         file="capture/effects/library_state.py",
-        old=" if id(one) not in young and one is not things]",
-        new=" if one is not things]",
+        old="get_referrers(*data.values()) if id(one) not in young]",
+        new="get_referrers(*data.values())]",
         tests=(
-            "tests/unit/capture/effects/test_library_state.py::test_what_refers_to_nothing_is_as_old_as_what_holds_it",
+            "tests/unit/capture/effects/test_library_state.py"
+            "::test_data_that_refers_to_nothing_is_as_old_as_what_holds_it",
         ),
     ),
     Mutation(
@@ -641,7 +642,7 @@ CAPTURE_MUTATIONS = (
     Mutation(
         name="live_steps_reduce_what_is_in_no_wrapper",
         what="a live step reduces gradients of what did not train when its module was wrapped",
-        file="live/peers.py",
+        file="live/ranks/peers.py",
         old="id(one.tensor) in self.managed and not ddp.stays_local(one.tensor)",
         new="not ddp.stays_local(one.tensor)",
         tests=(f"{LIVE_REDUCED}[unfrozen_later-False-True]",),
@@ -649,7 +650,7 @@ CAPTURE_MUTATIONS = (
     Mutation(
         name="wrappers_are_those_of_the_first_call",
         what="a live step keeps the wrappers of its first call",
-        file="live/peers.py",
+        file="live/ranks/peers.py",
         old="            self.wrapped = replace(self.wrapped, reduced=ddp.managed(wrappers))",
         new="            pass",
         tests=(f"{LIVE_REDUCED}[wrapped_anew-False-True]",),
@@ -657,7 +658,7 @@ CAPTURE_MUTATIONS = (
     Mutation(
         name="live_writes_to_buffers_not_noted",
         what="an evaluation after a live step does not know that ranks hold other buffers",
-        file="live/peers.py",
+        file="live/ranks/peers.py",
         old="        if self.strategy.broadcast_buffers:\n",
         new="        if False:\n",
         tests=(f"{LIVE_REDUCED}[compiled_evaluations-False-True]",),
@@ -665,7 +666,7 @@ CAPTURE_MUTATIONS = (
     Mutation(
         name="pieces_broadcast_buffers",
         what="a piece gives buffers the values of the first rank, whatever the last forward was",
-        file="live/peers.py",
+        file="live/ranks/peers.py",
         old="        return replace(self.strategy, sync_at_start=False, broadcast_buffers=False)",
         new="        return self.strategy",
         tests=(f"{LIVE_REDUCED}[micro_batches_by_call-False-True]",),
@@ -698,7 +699,7 @@ CAPTURE_MUTATIONS = (
     Mutation(
         name="pieces_are_their_text",
         what="ranks run pieces together whose text is the same, whatever parameters they are given",
-        file="live/peers.py",
+        file="live/ranks/peers.py",
         old="""crc32(f"{piece.source}{' '.join(names)}".encode())""",
         new="crc32(piece.source.encode()) if names else 0",
         tests=(f"{LIVE_RANKS}::test_pieces_that_look_alike_run_together_on_the_same_parameters_alone[False]",),
@@ -754,7 +755,7 @@ CAPTURE_MUTATIONS = (
     Mutation(
         name="pieces_ignore_nothing",
         what="a piece reduces gradients that the strategy leaves to each rank",
-        file="live/peers.py",
+        file="live/ranks/peers.py",
         old="for one in self._state.slots if one.name in self.strategy.ignore)",
         new="for one in self._state.slots if one.name in ())",
         tests=(f"{LIVE_RANKS}::test_a_piece_leaves_alone_what_the_strategy_ignores",),

@@ -187,18 +187,18 @@ LIVE_MUTATIONS = (
     Mutation(
         name="whatever_changes_leads_nowhere",
         what="a live step on several ranks walks again where it may reach something else",
-        file="live/cached_walk.py",
+        file="live/ranks/cached_walk.py",
         old="    return isinstance(item, (*SCALARS, np.generic)) and own_dict(item) is None",
         new="    return True",
-        tests=("tests/unit/live/test_cached_walk.py::test_what_leads_elsewhere_is_walked_again",),
+        tests=("tests/unit/live/ranks/test_cached_walk.py::test_what_leads_elsewhere_is_walked_again",),
     ),
     Mutation(
         name="every_call_walks",
         what="a live step on several ranks keeps what a walk has found",
-        file="live/cached_walk.py",
+        file="live/ranks/cached_walk.py",
         old="        if self._kept is not None and self._kept.holds(args, kwargs):",
         new="        if False:",
-        tests=("tests/unit/live/test_cached_walk.py::test_plain_values_need_no_other_walk",),
+        tests=("tests/unit/live/ranks/test_cached_walk.py::test_plain_values_need_no_other_walk",),
     ),
     Mutation(
         name="new_state_made_late",
@@ -444,7 +444,7 @@ LIVE_MUTATIONS = (
     Mutation(
         name="live_gradients_not_reduced",
         what="calls that run one by one leave gradients local to their rank",
-        file="live/peers.py",
+        file="live/ranks/peers.py",
         old="            self._reduce([param.grad for param, _ in found if param.grad is not None])",
         new="            pass",
         tests=("tests/ranks/test_live.py::test_it_trains_as_ddp_does[appends]",),
@@ -684,7 +684,7 @@ LIVE_MUTATIONS = (
     Mutation(
         name="a_look_of_one_rank_is_an_error",
         what="a rank may not compute by itself where the others end their call",
-        file="live/peers.py",
+        file="live/ranks/peers.py",
         old="            if any(one.is_local for one in events):",
         new="            if False:",
         tests=("tests/ranks/test_live.py::test_a_rank_may_look_at_something_of_its_own",),

@@ -194,7 +194,7 @@ SHARDING_MUTATIONS = (
     Mutation(
         name="shards_draw_for_themselves",
         what="random numbers for a parameter are drawn by torch's rules for shards",
-        file="live/shard_calls.py",
+        file="live/ranks/shard_calls.py",
         old="            with DrawWatch():  # type: ignore[no-untyped-call]",
         new="            if True:",
         tests=(f"{MODULES}::test_modules_do_what_whole_ones_do[makes_weights_anew]",),
@@ -437,7 +437,7 @@ SHARDING_MUTATIONS = (
     Mutation(
         name="gradients_of_whole_tensors_lost",
         what="a parameter that is used outside of its module gets no gradient there",
-        file="live/peers.py",
+        file="live/ranks/peers.py",
         old="            self.shards.reduce(told[len(fresh) :], self._reduce)\n",
         new="",
         tests=(f"{LIVE}[penalty_on_weights]",),
@@ -445,7 +445,7 @@ SHARDING_MUTATIONS = (
     Mutation(
         name="views_of_shards_not_written_back",
         what="what Python writes to a whole tensor never reaches the shard",
-        file="live/shard_calls.py",
+        file="live/ranks/shard_calls.py",
         old="            for one in wholes.values():",
         new="            for one in ():",
         tests=(f"{LIVE}[changes_gradients]",),
@@ -453,7 +453,7 @@ SHARDING_MUTATIONS = (
     Mutation(
         name="live_gradients_reduced_over_one_axis",
         what="on a mesh of two axes a live step reduces gradients of whole parameters over one of them",
-        file="live/peers.py",
+        file="live/ranks/peers.py",
         old="            all_reduced(flat, dist.ReduceOp.SUM, self._axes)",
         new="            all_reduced(flat, dist.ReduceOp.SUM, self._axes[:1])",
         tests=("tests/ranks/sharding/test_live_steps.py::test_a_step_on_a_mesh_of_two_axes_is_not_refused[zero1-0]",),
@@ -469,7 +469,7 @@ SHARDING_MUTATIONS = (
     Mutation(
         name="views_undo_later_writes",
         what="a view of a sharded weight puts back what was there before a write by another way",
-        file="live/shard_calls.py",
+        file="live/ranks/shard_calls.py",
         old="        if not all(_is_same(one.tensor, old) for one, old in before):",
         new="        if False:",
         tests=(f"{LIVE}[changes_parameters]",),
@@ -477,7 +477,7 @@ SHARDING_MUTATIONS = (
     Mutation(
         name="graphs_by_the_first_object",
         what="a weight of which Python holds a view of its data gets no gradient from a penalty",
-        file="live/shard_calls.py",
+        file="live/ranks/shard_calls.py",
         old="        if not (torch.is_grad_enabled() and leaf.requires_grad):",
         new="        if self._held or not (torch.is_grad_enabled() and leaf.requires_grad):",
         tests=(f"{LIVE}[penalty_beside_views_of_data]",),
@@ -495,7 +495,7 @@ SHARDING_MUTATIONS = (
     Mutation(
         name="views_refreshed_by_one_rank",
         what="a rank gathers what the other one does not, and wants a gradient that is gone there by then",
-        file="live/shard_calls.py",
+        file="live/ranks/shard_calls.py",
         old="        if not all(_is_same(one.tensor, old) for one, old in before):",
         new="        if torch.distributed.get_rank() and not all(_is_same(one.tensor, old) for one, old in before):",
         tests=(f"{LIVE}[updates_by_hand]",),
@@ -503,7 +503,7 @@ SHARDING_MUTATIONS = (
     Mutation(
         name="state_of_optimizers_left_whole",
         what="what Python puts whole into the state of an optimizer of shards stays so",
-        file="live/shard_calls.py",
+        file="live/ranks/shard_calls.py",
         old="            self._cut_state(opt)",
         new="            pass",
         tests=(f"{LIVE}[puts_state_into_optimizers]",),
@@ -603,7 +603,7 @@ SHARDING_MUTATIONS = (
     Mutation(
         name="gathered_parameters_are_shards",
         what="after a recorded forward Python computes with this rank's part of what torch would have gathered",
-        file="live/shard_calls.py",
+        file="live/ranks/shard_calls.py",
         old="                if id(leaf) in gathered:",
         new="                if False:",
         tests=tuple(
@@ -630,7 +630,7 @@ SHARDING_MUTATIONS = (
     Mutation(
         name="data_copied_into_a_shard_alone",
         what="a whole tensor that a step has made the memory of a shard does not see its updates",
-        file="live/shard_calls.py",
+        file="live/ranks/shard_calls.py",
         old="        self._held += [_Whole(owner, given)] if _is_plain(given) else []",
         new="        pass",
         tests=("tests/ranks/sharding/test_exchanged_weights.py",),
@@ -638,7 +638,7 @@ SHARDING_MUTATIONS = (
     Mutation(
         name="names_of_memory_see_another",
         what="what Python holds of a parameter shows the values of another memory that it assigns to .data",
-        file="live/shard_calls.py",
+        file="live/ranks/shard_calls.py",
         old="        self._peers.shards.part_names(owner)",
         new="        pass",
         tests=(f"{EXCHANGED}::test_what_had_the_memory_keeps_its_values[by_data_and_a_list-first-True]",),
@@ -646,7 +646,7 @@ SHARDING_MUTATIONS = (
     Mutation(
         name="rows_see_another_memory",
         what="so does a row of it",
-        file="live/shard_calls.py",
+        file="live/ranks/shard_calls.py",
         old="        self._held = [one for one in self._held if not is_same_memory(one.shard, owner)]",
         new="        pass",
         tests=(f"{EXCHANGED}::test_what_had_the_memory_keeps_its_values[with_a_row_held-first-True]",),
@@ -720,7 +720,7 @@ SHARDING_MUTATIONS = (
     Mutation(
         name="made_graphs_reduced_early",
         what="a backward through the graph of an earlier one reduces behind the first forward",
-        file="live/peers.py",
+        file="live/ranks/peers.py",
         old="            if self._made_graph:\n                result",
         new="            if False:\n                result",
         tests=("tests/ranks/sharding/test_exchanged_weights.py",),

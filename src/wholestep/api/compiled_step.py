@@ -37,7 +37,7 @@ from wholestep.errors import (
 from wholestep.ir.ops.assertions import is_of_check
 from wholestep.ir.program import InputKind, MeshAxis, Program, Stage
 from wholestep.live.live_step import LiveStep
-from wholestep.live.peers import Peers
+from wholestep.live.ranks.peers import Peers
 from wholestep.live.recording.handle import CURRENT
 from wholestep.runtime.checkpoint.optimizers import LayoutOf, cut_like_parameter
 from wholestep.runtime.distributed.world import init

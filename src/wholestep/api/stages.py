@@ -34,7 +34,7 @@ from wholestep.cost.cost_model import CostModel
 from wholestep.errors import CaptureError, RankMismatchError
 from wholestep.ir.printer import plan_text
 from wholestep.ir.program import InputKind, Program, Stage
-from wholestep.live.peers import Peers
+from wholestep.live.ranks.peers import Peers
 from wholestep.lower.auto_backend import backend_for
 from wholestep.lower.base.protocol import Backend
 from wholestep.passes.comm.bucket_planner import Cuts

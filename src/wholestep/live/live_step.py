@@ -19,9 +19,10 @@ from wholestep.errors import CaptureError, PeerRefusedError, RetraceLimitError
 from wholestep.live.followed_calls import Learned
 from wholestep.live.opaque.functions import redirected
 from wholestep.live.opaque.modules import OpaqueModule
-from wholestep.live.peers import Peers
 from wholestep.live.pieces.pending_calls import PendingCalls
 from wholestep.live.pieces.piece import Piece, PieceSpec, make_piece, size_carrier
+from wholestep.live.ranks.peers import Peers
+from wholestep.live.ranks.shard_calls import executed_on_gathered, executed_on_whole, whole_operands
 from wholestep.live.recording.events import ENDS, PUTS_GRADIENTS, RUNS_PIECE, Event
 from wholestep.live.recording.handle import CURRENT, RUNS, RecordingMode
 from wholestep.live.recording.modes import begin_blocks
@@ -29,7 +30,6 @@ from wholestep.live.recording.path import Path, Paths
 from wholestep.live.recording.record import Read
 from wholestep.live.recording.snapshot import AsRecorded, as_recorded
 from wholestep.live.run import Run
-from wholestep.live.shard_calls import executed_on_gathered, executed_on_whole, whole_operands
 
 
 class Compiled(Protocol):

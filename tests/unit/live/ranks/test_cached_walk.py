@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from wholestep.capture.native import build
-from wholestep.live.cached_walk import CachedWalk
+from wholestep.live.ranks.cached_walk import CachedWalk
 
 
 class Training:

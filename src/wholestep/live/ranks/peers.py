@@ -38,8 +38,9 @@ from wholestep.errors import CaptureError, RankMismatchError
 from wholestep.ir.dtensor.shards import is_sharded
 from wholestep.ir.ops.collectives import group_named
 from wholestep.ir.program import InputKind, MeshAxis
-from wholestep.live.cached_walk import CachedWalk
 from wholestep.live.pieces.piece import Piece
+from wholestep.live.ranks.cached_walk import CachedWalk
+from wholestep.live.ranks.sharded_parameters import ShardedParameters, all_reduced, from_all_ranks
 from wholestep.live.recording.events import (
     DOES,
     ENDS,
@@ -53,7 +54,6 @@ from wholestep.live.recording.events import (
     may_run_alone,
 )
 from wholestep.live.recording.record import Record
-from wholestep.live.sharded_parameters import ShardedParameters, all_reduced, from_all_ranks
 from wholestep.runtime.buffer_sync import broadcast_over, may_differ
 from wholestep.runtime.distributed.failure_report import named_failures
 from wholestep.runtime.distributed.process_group import carries_host_tensors

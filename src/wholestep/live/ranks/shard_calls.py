@@ -36,14 +36,14 @@ from wholestep.capture.wrappers.fully_shard_settings import kept_gathered
 from wholestep.ir.dtensor.shards import cut, is_dtensor, is_sharded, own_part
 from wholestep.live.opaque.functions import acts_on_parameters, clear_grads, redirected
 from wholestep.live.opaque.modules import OpaqueModule, OpenModule
-from wholestep.live.peers import Peers
+from wholestep.live.ranks.peers import Peers
+from wholestep.live.ranks.sharded_parameters import ShardedParameters, is_same_memory
 from wholestep.live.recording.events import RUNS_ON_SHARDS, Event
 from wholestep.live.recording.handle import CURRENT, RUNS, Recorder, RecordingMode, with_torch_functions
 from wholestep.live.recording.metadata import METADATA
 from wholestep.live.recording.observer import Draws, DrawWatch
 from wholestep.live.recording.path import BACKWARDS
 from wholestep.live.recording.structure import flatten, unflatten
-from wholestep.live.sharded_parameters import ShardedParameters, is_same_memory
 from wholestep.runtime.sharding.replace_references import cut_state
 
 _OPTIONS = ("retain_graph", "create_graph", "only_inputs", "allow_unused", "is_grads_batched", "materialize_grads")

@@ -1,0 +1,1 @@
+"""The other ranks of a live step: what all do alike, reduce and tell each other; shards. Runs no Python."""
