@@ -20,6 +20,8 @@ SETTINGS = "tests/behaviour/hidden_state/test_settings.py"
 
 COMPILED = "tests/unit/lower/inductor/test_compile_fx.py"
 
+OWN_WAYS = "tests/ranks/test_live_own_ways.py"
+
 CAPTURE_MUTATIONS = (
     Mutation(
         name="what_refers_to_nothing_is_old",
@@ -697,11 +699,54 @@ CAPTURE_MUTATIONS = (
         tests=(f"{NO_GRAPH}[hooked-its modules communicate-True]",),
     ),
     Mutation(
+        name="whatever_one_rank_does_is_shared",
+        what="a call of torch that only one rank makes keeps all ranks from running pieces",
+        file="live/pieces/shared_calls.py",
+        old="    if _module_of(record) is not None:",
+        new="    if True:",
+        tests=(f"{OWN_WAYS}::test_what_one_rank_does_keeps_no_other_from_running_pieces[logs_after_the_update-False]",),
+    ),
+    Mutation(
+        name="a_rank_keeps_to_itself_what_varies",
+        what="a number that another rank has seen to vary stays a constant",
+        file="live/ranks/path_facts.py",
+        old="                path.vary(constant)",
+        new="                pass",
+        tests=(f"{OWN_WAYS}::test_what_one_rank_does_keeps_no_other_from_running_pieces[weighs_once-False]",),
+    ),
+    Mutation(
+        name="others_do_not_wait_for_a_rank_that_reads",
+        what="pieces do not end where another rank asks for a value",
+        file="live/pieces/pending_calls.py",
+        old="        return last is not None and last >= self._started and self._speculation is None",
+        new="        return False",
+        tests=(f"{OWN_WAYS}::test_what_one_rank_does_keeps_no_other_from_running_pieces[logs_the_norm-False]",),
+    ),
+    Mutation(
+        name="another_plan_is_an_error",
+        what="pieces whose collectives differ are an error and not run one by one",
+        file="live/live_step.py",
+        old="PeerRefusedError, RankMismatchError) as error:",
+        new="PeerRefusedError) as error:",
+        tests=(f"{OWN_WAYS}::test_pieces_whose_collectives_differ_run_one_by_one",),
+    ),
+    Mutation(
+        name="a_cut_comes_before_it_is_known_to_be_one",
+        what="what runs for a value of another rank runs on a way that this rank may not take",
+        file="live/run.py",
+        old="            if record is not None and self._is_cut_here():",
+        new="            if self._is_cut_here():",
+        tests=(
+            f"{OWN_WAYS}::test_what_one_rank_does_keeps_no_other_from_running_pieces"
+            "[computes_before_the_backward-False]",
+        ),
+    ),
+    Mutation(
         name="pieces_are_their_text",
         what="ranks run pieces together whose text is the same, whatever parameters they are given",
-        file="live/ranks/peers.py",
-        old="""crc32(f"{piece.source}{' '.join(names)}".encode())""",
-        new="crc32(piece.source.encode()) if names else 0",
+        file="live/pieces/shared_calls.py",
+        old="""f"{name} {' '.join(sorted({*map(names, state)} - {''}))}" for name, state""",
+        new="name for name, _",
         tests=(f"{LIVE_RANKS}::test_pieces_that_look_alike_run_together_on_the_same_parameters_alone[False]",),
     ),
     Mutation(

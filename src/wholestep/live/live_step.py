@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from wholestep.capture.reach.reachability import find_reachable
 from wholestep.capture.scalars.symbol_views import types_shown
 from wholestep.capture.wrappers.ddp import silent_forwards
-from wholestep.errors import CaptureError, PeerRefusedError, RetraceLimitError
+from wholestep.errors import CaptureError, PeerRefusedError, RankMismatchError, RetraceLimitError
 from wholestep.live.followed_calls import Learned
 from wholestep.live.opaque.functions import redirected
 from wholestep.live.opaque.modules import OpaqueModule
@@ -23,7 +23,7 @@ from wholestep.live.pieces.pending_calls import PendingCalls
 from wholestep.live.pieces.piece import Piece, PieceSpec, make_piece, size_carrier
 from wholestep.live.ranks.peers import Peers
 from wholestep.live.ranks.shard_calls import executed_on_gathered, executed_on_whole, whole_operands
-from wholestep.live.recording.events import ENDS, PUTS_GRADIENTS, RUNS_PIECE, Event
+from wholestep.live.recording.events import PUTS_GRADIENTS, RUNS_PIECE, Event
 from wholestep.live.recording.handle import CURRENT, RUNS, RecordingMode
 from wholestep.live.recording.modes import begin_blocks
 from wholestep.live.recording.path import Path, Paths
@@ -163,7 +163,8 @@ class LiveStep:
         peers.begin(args, kwargs, f"{self.name}, live call {self.stats.calls}")
         with silent_forwards(peers.managed), peers.reducing():
             result = self._called(args, kwargs)
-        peers.meet(Event(ENDS))
+        if changed := peers.end():
+            self._pieces = {key: piece for key, piece in self._pieces.items() if piece.path not in changed}
         return result
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -215,6 +216,9 @@ class LiveStep:
             self._pieces = {key: piece for key, piece in self._pieces.items() if piece.path in known}
         elif run.candidates:
             self._paths.used(run.candidates[0])
+        if self._peers is not None and (run.candidates or (run.executed and not run.reason)):
+            paths = self._paths.all
+            self._peers.told.note(paths[0], run.reads, paths, is_changed=changed is not None)
         # A path that has learned what varies on it may serve the next call.
         has_learned = changed is not None and self._peers is None
         self._eager_calls = 0 if run.pieces or has_learned else self._eager_calls + 1
@@ -226,7 +230,8 @@ class LiveStep:
         if self._peers is not None:
             event = Event(RUNS_PIECE)
             if compiled is not None and not compiled.refused:
-                event = self._peers.run_of(compiled.piece, compiled.made, path.records[slice(*spec.span)])
+                is_ahead = spec.span[1] > len(run.records)
+                event = self._peers.run_of(compiled.piece, compiled.made, is_ahead=is_ahead)
             if not self._peers.meet(event):
                 return None
         if compiled is None:
@@ -244,7 +249,7 @@ class LiveStep:
             self._num_compiled += 1
         try:
             results = self._run_piece(compiled, run, read)
-        except (CaptureError, RetraceLimitError, PeerRefusedError) as error:
+        except (CaptureError, RetraceLimitError, PeerRefusedError, RankMismatchError) as error:
             run.refused = compiled.refused = str(error)
             return None
         if results is not None:

@@ -199,6 +199,8 @@ class Run(FollowedCalls):
             record = self._next_record(key)
             if record is not None and (self._is_changed(function, leaves) or not self._draws.go_on(record.drawn)):
                 self._run_pending(f"{name_of(function)} is called in another state than before")
+            if record is not None and self._is_cut_here():
+                self._run_pending("another rank asks for a value here")
             if record is not None and self.leaves_views_out(record):
                 self._flush("a view is held that comes into a graph, too")
             if self.candidates and record is not None and not self._makes_state(record, leaves):

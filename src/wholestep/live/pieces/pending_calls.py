@@ -15,7 +15,7 @@ from wholestep.live.pieces.piece import PieceSpec
 from wholestep.live.pieces.recorded_calls import RecordedCalls
 from wholestep.live.pieces.speculation import SpeculativeBackward, gradients_set_aside, num_externals, plan_speculation
 from wholestep.live.recording.handle import as_eager_gives, execute, fulfil, with_torch_functions
-from wholestep.live.recording.modes import PendingDraws, modes_off
+from wholestep.live.recording.modes import PendingDraws, modes_off, under
 from wholestep.live.recording.path import BACKWARDS, Path
 from wholestep.live.recording.record import VALUE, OutputMeta, Record, Value
 from wholestep.live.recording.structure import unflatten
@@ -90,6 +90,11 @@ class PendingCalls(RecordedCalls, ABC):
             with self._draws.in_place(), modes_off():
                 if why_not := self._run_pieces(len(self.records)):
                     self._flush(f"{why}, {why_not}")
+
+    def _is_cut_here(self) -> bool:
+        """Whether other ranks ask for a value before this call, and what they run for it has not run."""
+        last = self.candidates[0].cuts.get(len(self.records))
+        return last is not None and last >= self._started and self._speculation is None
 
     def _run_pieces(self, end: int) -> str:
         """Runs the records before `end` as pieces. Returns why not; then nothing of them may have run."""
@@ -318,7 +323,8 @@ class PendingCalls(RecordedCalls, ABC):
                 self.records.pop()
                 self._flush("another rank went another way")
                 self.make_no_path("another rank did not come to the backward that ran ahead")
-                return execute(record.key.function, args, kwargs)
+                with under(record.key.modes):  # what it reduces was noted as reduced when it was recorded
+                    return execute(record.key.function, args, kwargs)
             self._started, self._speculation = number + 1, None
             speculation.put()
             return None

@@ -8,17 +8,17 @@ import operator
 import re
 import types
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from wholestep.live.opaque.modules import OpaqueModule
+from wholestep.live.pieces.shared_calls import SharedCalls
 from wholestep.live.recording.modes import block_of, casts_kept, has_casts, under
 from wholestep.live.recording.path import BACKWARDS, SIZE_VARIES, VARIES, Path
 from wholestep.live.recording.record import CONSTANT, EXTERNAL, NUMBER, VALUE, Operand, Record, Value
@@ -42,8 +42,8 @@ class Piece:
     sizes: tuple[int, ...]
     """Ints that vary. Each comes as the size of a tensor without elements, see `size_carrier`: sizes are symbols of a
     graph, ints that shapes depend on are constants."""
-    state: tuple[torch.Tensor, ...]
-    """What lives between calls and is no input: parameters and buffers, those of its modules and optimizers too."""
+    shared: SharedCalls
+    """What of it other ranks take part in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,7 @@ def size_carrier(number: int) -> torch.Tensor:
 
 
 def make_piece(name: str, path: Path, spec: PieceSpec) -> Piece:
-    """Writes records of a path as a function.
-
-    Its name ends with a number that is the same in every process that writes the same piece.
-    """
+    """Writes records of a path as a function. It has this name, so that ranks whose pieces differ meet by it."""
     return _Writer(name, path, spec).write()
 
 
@@ -103,20 +100,11 @@ class _Writer:
         header += [f"    p{index} = state[{place}]" for index, place in self._state.items()]
         header += [f"    n{n} = sizes[{i}].shape[0] - sizes[{i}].shape[1]" for i, n in enumerate(self._sizes)]
         body = "\n".join([*header, *self._lines, ""])
-        self._name = f"{self._name}_{zlib.crc32(body.encode()):08x}"
         source = f"def {self._name}(inputs, numbers, sizes):\n{body}"
         return Piece(
             self._compiled(source), source, tuple(self._earlier), tuple(self._inputs), tuple(self._numbers),
-            tuple(self._sizes), (*self._tensors, *self._held()),
+            tuple(self._sizes), SharedCalls.of(self._path, (number for number, _ in numbered)),
         )  # fmt: skip
-
-    def _held(self) -> Iterator[torch.Tensor]:
-        """Parameters and buffers of modules that are one record, and what optimizers step, in the order of the text."""
-        for one in self._scope.values():
-            if isinstance(one, nn.Module):
-                yield from (*one.parameters(), *one.buffers())
-        for opt in self._optimizers:
-            yield from (param for group in opt.param_groups for param in group["params"])
 
     def _write_block(self, records: list[tuple[int, Record]]) -> None:
         """Records of one block of autocast, or of none."""
@@ -133,10 +121,10 @@ class _Writer:
                 self._lines.append(f"{begin}    {self._statement(number)}  # {record.line}")
 
     def _compiled(self, source: str) -> Callable[..., Any]:
-        file = f"{self._name}.py"
+        file = f"{self._name}_{zlib.crc32(source.encode()):08x}.py"
         lines = source.splitlines(keepends=True)
         linecache.cache[file] = (len(source), None, lines, file)  # so that tracebacks show it
-        self._scope |= {"state": self._tensors, "optimizers": self._optimizers, "__name__": self._name}
+        self._scope |= {"state": self._tensors, "optimizers": self._optimizers, "__name__": file.removesuffix(".py")}
         exec(compile(source, file, "exec"), self._scope)
         function: Callable[..., Any] = self._scope[self._name]
         return function

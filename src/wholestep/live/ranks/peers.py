@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -40,7 +39,14 @@ from wholestep.ir.ops.collectives import group_named
 from wholestep.ir.program import InputKind, MeshAxis
 from wholestep.live.pieces.piece import Piece
 from wholestep.live.ranks.cached_walk import CachedWalk
-from wholestep.live.ranks.sharded_parameters import ShardedParameters, all_reduced, from_all_ranks
+from wholestep.live.ranks.gradient_sums import SPARSE, GradientSums, is_sparse
+from wholestep.live.ranks.path_facts import ToldPaths, from_json, to_json
+from wholestep.live.ranks.sharded_parameters import (
+    ShardedParameters,
+    all_reduced,
+    from_all_ranks,
+    texts_of_all_ranks,
+)
 from wholestep.live.recording.events import (
     DOES,
     ENDS,
@@ -51,9 +57,8 @@ from wholestep.live.recording.events import (
     RUNS_ON_SHARDS,
     RUNS_PIECE,
     Event,
-    may_run_alone,
 )
-from wholestep.live.recording.record import Record
+from wholestep.live.recording.path import Path
 from wholestep.runtime.buffer_sync import broadcast_over, may_differ
 from wholestep.runtime.distributed.failure_report import named_failures
 from wholestep.runtime.distributed.process_group import carries_host_tensors
@@ -87,8 +92,7 @@ class Peers:
         self._meets_on = torch.device("cpu") if on_host else world.device
         """Where it can be the host: a message of a GPU waits for all that it computes."""
         self.walk = CachedWalk(step)
-        self._wire = strategy.compress if isinstance(strategy, DDP) else None
-        self._num_ranks = math.prod(axis.size for axis in axes)
+        self._sums = GradientSums(strategy, axes)
         self._state = TrainState()
         self._roots: list[nn.Module] = []
         self._made_graph = False
@@ -104,6 +108,9 @@ class Peers:
         self.shards = ShardedParameters(axes)
         self._found: torch.Tensor | None = None
         """The whole tensor that this rank has asked for."""
+        self.told = ToldPaths()
+        self._has_news = False
+        """Whether any rank has learned something in the call that ends."""
 
     @staticmethod
     def why_not(strategy: Strategy) -> str:
@@ -118,15 +125,19 @@ class Peers:
         """ids of the parameters whose gradients DistributedDataParallel reduces."""
         return frozenset() if self.wrapped is None else self.wrapped.managed
 
-    def run_of(self, piece: Piece, made: int, records: Iterable[Record]) -> Event:
-        """The run of a piece of these records: the same on ranks whose pieces do the same, to the same state."""
+    def run_of(self, piece: Piece, made: int, *, is_ahead: bool) -> Event:
+        """The run of a piece: the same on ranks that take part in the same calls of it, on the same state.
+
+        `is_ahead`: whether it runs a backward before Python comes to it, and holds the gradients back.
+        """
         state, number = self._runs.get(piece.function, (None, 0))
         if state is not self._state:
-            known = self._state.index
-            names = (self._state.name_of(one) if id(one) in known else "?" for one in piece.state)
-            number = zlib.crc32(f"{piece.source}{' '.join(names)}".encode())
+            number = zlib.crc32(piece.shared.text(self._name_of).encode())
             self._runs[piece.function] = self._state, number
-        return Event(RUNS_PIECE, number, made, may_run_alone(records))
+        return Event(RUNS_PIECE, 2 * number + is_ahead, made, piece.shared.is_empty)
+
+    def _name_of(self, tensor: torch.Tensor) -> str:
+        return self._state.name_of(tensor) if id(tensor) in self._state.index else ""
 
     def left_alone(self) -> frozenset[int]:
         """ids of the parameters and buffers that stay those of each rank, whatever they are called in a piece."""
@@ -196,6 +207,7 @@ class Peers:
                 if event.kind == RUNS_PIECE:
                     is_same = event.made > 0 and len({one.made for one in events}) == 1
                     self.made = event.made if is_same else next(_meetings)
+                self._has_news = event.kind == ENDS and any(one.made for one in events)
                 return True
             if any(one.is_local for one in events):
                 if event.is_local:
@@ -207,6 +219,16 @@ class Peers:
                 raise self._parted
             if event.kind in (RUNS_PIECE, PUTS_GRADIENTS):
                 return False
+
+    def end(self) -> list[Path]:
+        """The end of a call. Ranks tell each other what they know of their paths where any has news. Returns those on
+        which a number varies by now that was a constant on this rank."""
+        self.meet(Event(ENDS, made=self.told.has_news))
+        if not self._has_news:
+            return []
+        with self._failures_named():
+            texts = texts_of_all_ranks(to_json(self.told.facts(self._name_of)), self._meets_on, self._axes)
+        return self.told.take([one for text in texts for one in from_json(text)], self._name_of)
 
     @contextmanager
     def reducing(self) -> Iterator[None]:
@@ -249,7 +271,7 @@ class Peers:
                 if grad is None else grad.detach().to(one.dtype, copy=True)
                 for grad, one, any_has in pairs
             ]  # fmt: skip
-            self._reduce([one for one in found if one is not None])
+            self._sums.reduce([one for one in found if one is not None])
         return found
 
     def _reducing_backward(self, engine: Engine) -> Engine:
@@ -285,7 +307,7 @@ class Peers:
             param.grad is not None and (param.grad is not grad or param.grad._version != version)
             for param, (grad, version) in zip(params, before, strict=True)
         ]
-        kinds = [is_used + (is_used and _is_sparse(param.grad)) for param, is_used in zip(params, used, strict=True)]
+        kinds = [is_used + (is_used and is_sparse(param.grad)) for param, is_used in zip(params, used, strict=True)]
         kinds += [id(shard) in used_here for shard in fresh]
         kinds += self.shards.has_gradient if self.computes_whole else []
         with torch.no_grad(), self._failures_named():
@@ -296,12 +318,12 @@ class Peers:
             for shard, is_used in zip(fresh, told, strict=False):
                 if not is_used:  # it has zeros, so that all ranks sent the same
                     shard.grad = None
-            self.shards.reduce(told[len(fresh) :], self._reduce)
+            self.shards.reduce(told[len(fresh) :], self._sums.reduce)
             for param, kind in found:
                 ddp.note_gradient(param)
                 if param.grad is None:
-                    param.grad = torch.zeros_like(param, layout=torch.sparse_coo if kind == _SPARSE else torch.strided)
-            self._reduce([param.grad for param, _ in found if param.grad is not None])
+                    param.grad = torch.zeros_like(param, layout=torch.sparse_coo if kind == SPARSE else torch.strided)
+            self._sums.reduce([param.grad for param, _ in found if param.grad is not None])
         return result
 
     def _returned(self, grads: tuple[Any, ...], inputs: Any) -> tuple[Any, ...]:
@@ -309,7 +331,7 @@ class Peers:
         known = {id(slot.tensor) for slot in self._reduced_params() if not ddp.is_managed(slot.tensor)}
         of_params = [grad for grad, one in zip(grads, inputs, strict=True) if grad is not None and id(one) in known]
         with torch.no_grad(), self._failures_named():
-            self._reduce(of_params)
+            self._sums.reduce(of_params)
         return grads
 
     def _reduced_params(self) -> list[Any]:
@@ -317,41 +339,6 @@ class Peers:
         if self.wrapped is not None and isinstance(self.strategy, DDP):  # what is in no wrapper stays local
             return [one for one in trained if id(one.tensor) in self.managed and not ddp.stays_local(one.tensor)]
         return [one for one in trained if one.name not in self.strategy.ignore]
-
-    def _reduce(self, grads: Iterable[torch.Tensor]) -> None:
-        """In place, one message for each dtype; the arithmetic is that of the placed graph."""
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for grad in grads:
-            if _is_sparse(grad):
-                self._join(grad)
-            else:
-                by_dtype.setdefault(grad.dtype, []).append(grad)
-        wire = self._wire
-        for dtype, same in by_dtype.items():
-            flat = torch.cat([grad.detach().reshape(-1) for grad in same])
-            flat = flat.to(wire.dtype) if isinstance(wire, CastCompress) else flat
-            if self.strategy.reduce == "mean":
-                flat.mul_(1.0 / self._num_ranks)
-            all_reduced(flat, dist.ReduceOp.SUM, self._axes)
-            parts = flat.to(dtype).split([grad.numel() for grad in same])
-            for grad, part in zip(same, parts, strict=True):
-                grad.detach().copy_(part.view(grad.shape))
-
-    def _join(self, grad: torch.Tensor) -> None:
-        """A sparse gradient, in place: its entries are those of all ranks, which may have different numbers of them."""
-        own = grad.coalesce()
-        indices, values = own.indices().t(), own.values()
-        if self.strategy.reduce == "mean":
-            values = values * (1.0 / self._num_ranks)
-        counts = from_all_ranks(torch.tensor([len(values)], device=grad.device), self._axes)
-        parts = []
-        for rows in (indices, values):
-            padded = rows.new_zeros((int(max(counts)), *rows.shape[1:]))
-            padded[: len(rows)] = rows
-            parts.append(
-                torch.cat([one[: int(n)] for one, n in zip(from_all_ranks(padded, self._axes), counts, strict=True)])
-            )
-        grad.copy_(torch.sparse_coo_tensor(parts[0].t(), parts[1], grad.shape, check_invariants=False).coalesce())
 
     def _exchange(self, event: Event) -> tuple[list[Event], list[str]]:
         line = current_line().encode()[-_LINE_BYTES:].ljust(_LINE_BYTES)
@@ -381,11 +368,3 @@ class Peers:
 
     def _failures_named(self) -> Any:
         return named_failures(self._world, self._call_name)
-
-
-_SPARSE = 2
-"""What a rank says of a gradient that is sparse: more than 1, which says that there is one."""
-
-
-def _is_sparse(grad: torch.Tensor | None) -> bool:
-    return grad is not None and grad.layout is torch.sparse_coo

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,16 @@ def from_all_ranks(mine: torch.Tensor, axes: Iterable[MeshAxis]) -> list[torch.T
         dist.all_gather(theirs, found, group=group_named(axis.group))
         found = torch.cat(theirs)
     return list(found.unbind())
+
+
+def texts_of_all_ranks(mine: str, device: torch.device, axes: Sequence[MeshAxis]) -> list[str]:
+    """The text of each rank of a mesh, likewise. `device`: where it travels."""
+    own = torch.tensor([*mine.encode()], dtype=torch.uint8, device=device)
+    sizes = [int(one) for one in from_all_ranks(torch.tensor([len(own)], device=device), axes)]
+    padded = own.new_zeros(max(sizes))
+    padded[: len(own)] = own
+    rows = from_all_ranks(padded, axes)
+    return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
 
 
 def all_reduced(tensor: torch.Tensor, op: Any, axes: Iterable[MeshAxis]) -> torch.Tensor:

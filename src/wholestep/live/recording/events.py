@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-
-from wholestep.live.recording.path import BACKWARDS
-from wholestep.live.recording.record import Record
 
 ENDS, RUNS_BACKWARD, RUNS_PIECE, PUTS_GRADIENTS, RUNS_FORWARD, RUNS_ON_SHARDS, GATHERS = range(7)
 DOES = {
@@ -32,23 +29,6 @@ class Event:
     """Of a piece: the number of the meeting at which it was compiled on this rank; 0 if it was not yet."""
     is_local: int = field(default=0, compare=False)
     """Whether it is a piece of calls that one rank may make alone."""
-
-
-def may_run_alone(records: Iterable[Record]) -> bool:
-    """Whether calls only compute, as a norm that one rank logs: they write, draw and reduce nothing, and call no
-    modules, which may communicate."""
-    return all(map(_only_computes, records))
-
-
-def _only_computes(record: Record) -> bool:
-    leaves_something = record.writes or record.writes_grads or record.drawn or record.state_entries
-    function = record.key.function
-    is_plain = getattr(function, "module", None) is None and function not in BACKWARDS
-    return not leaves_something and is_plain and not _may_communicate(function)
-
-
-def _may_communicate(function: Callable[..., Any]) -> bool:
-    return communicates(function) or str(getattr(function, "__module__", "")).startswith("torch._ops")
 
 
 def communicates(function: Callable[..., Any]) -> bool:

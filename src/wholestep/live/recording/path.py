@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -75,6 +75,8 @@ class Path:
     """By number of records: the values whose graph a backward among them was seen to free, and what was computed of
     those."""
 
+    cuts: dict[int, int] = field(init=False, default_factory=dict)
+    """Records before which other ranks ask for a value, each with the one up to which calls have to run then."""
     fast_records: list[FastRecord | None] = field(init=False)
     """The records for quick comparison, and None after the last one."""
     _reads_by_place: dict[tuple[int, Any], Read] = field(init=False)
@@ -85,7 +87,14 @@ class Path:
 
     def _note_records(self) -> None:
         self.fast_records = fast_records(self.records, BACKWARDS)
+        for number in self.cuts:
+            self.fast_records[number] = None
         self._reads_by_place = {(read.position, read.function): read for read in self.reads}
+
+    def _note_sizes(self, sized: frozenset[int]) -> None:
+        self.sized = sized
+        self.all_sizes.clear()
+        self.seen_outputs.clear()
 
     def merge(self, other: Path) -> bool | None:
         """Takes up what is different in a run with equal records; whether anything was. None: it is another path."""
@@ -106,9 +115,7 @@ class Path:
             map(is_, [*self.externals, *self.numbers, *self.records], [*externals, *numbers, *records])
         )  # fmt: skip
         if changed:
-            self.sized = sized
-            self.all_sizes.clear()
-            self.seen_outputs.clear()
+            self._note_sizes(sized)
         self.externals = [one for one in externals if one is not None]
         self.kinds = [
             kind if isinstance(one, torch.Tensor) else None
@@ -124,6 +131,17 @@ class Path:
             mine if mine == theirs else None for mine, theirs in zip(self.sources, other.sources, strict=True)
         ]
         return changed
+
+    def cut_before(self, cuts: Mapping[int, int]) -> None:
+        """Ends pieces before these records too; see `cuts`."""
+        self.cuts.update(cuts)
+        self._note_records()
+
+    def vary(self, indices: Iterable[int]) -> None:
+        """Has these numbers be others in every call."""
+        for index in indices:
+            self.numbers[index] = SIZE_VARIES if type(self.numbers[index]) is int else VARIES
+        self._note_sizes(_sized(self.records, self.externals, self.numbers))
 
     def takes_external(self, index: int, tensor: torch.Tensor, kind: StateKind) -> bool:
         """Whether a tensor that was of a kind when the call began may be the one from outside with this number."""
