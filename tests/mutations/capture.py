@@ -723,6 +723,14 @@ CAPTURE_MUTATIONS = (
         tests=(f"{OWN_WAYS}::test_what_one_rank_does_keeps_no_other_from_running_pieces[logs_the_norm-False]",),
     ),
     Mutation(
+        name="another_partner_is_another_compilation",
+        what="a piece is compiled again whenever the other rank runs another one beside it",
+        file="live/ranks/peers.py",
+        old="own = torch.tensor([zlib.crc32(plan.encode())], device=self._meets_on)",
+        new="own = torch.tensor([next_meeting()], device=self._meets_on)",
+        tests=(f"{OWN_WAYS}::test_what_one_rank_does_keeps_no_other_from_running_pieces[penalises_by_turns-False]",),
+    ),
+    Mutation(
         name="another_plan_is_an_error",
         what="pieces whose collectives differ are an error and not run one by one",
         file="live/live_step.py",

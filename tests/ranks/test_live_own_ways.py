@@ -186,27 +186,29 @@ def trained(step: Callable[[Training, Tensor, Tensor], None], wrapped: bool, com
     for t.call in range(CALLS):
         torch.manual_seed(100 * t.call + dist.get_rank())
         call(torch.randn(6, 4), torch.randn(6, 1))
-        told += [call.explain().live] if compiled else []
+        told += [(call.explain().live, call._live._num_compiled)] if compiled else []
     left = [*t.net.state_dict().values(), *t.kept, *t.average, t.meter]
     return [*map(torch.as_tensor, t.log), *(one.detach().clone() for one in left)], told
 
 
-def beside_eager_code(name: str, wrapped: bool) -> tuple[bool, int, int]:
-    """Whether numbers are those of eager DistributedDataParallel; launches and calls one by one in the last calls."""
+def beside_eager_code(name: str, wrapped: bool) -> tuple[bool, int, int, int]:
+    """Whether numbers are those of eager DistributedDataParallel; launches and calls one by one in the last calls, and
+    how many pieces were compiled in those."""
     ws.init()
     step = next(one for one in STEPS if one.__name__ == name)
     wanted, _ = trained(step, True, False)
     found, told = trained(step, wrapped, True)
     same = len(wanted) == len(found) and all(map(torch.equal, wanted, found))
-    before, after = told[-1 - LAST], told[-1]
-    return same, after.launches - before.launches, after.executed - before.executed
+    (before, first), (after, last) = told[-1 - LAST], told[-1]
+    return same, after.launches - before.launches, after.executed - before.executed, last - first
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("name", [step.__name__ for step in STEPS])
 def test_what_one_rank_does_keeps_no_other_from_running_pieces(pool2: Any, name: str, wrapped: bool) -> None:
-    for same, launches, executed in pool2.run(beside_eager_code, name, wrapped):
+    for same, launches, executed, compiled in pool2.run(beside_eager_code, name, wrapped):
         assert same
+        assert compiled == 0
         assert launches >= LAST
         assert executed <= LAST * EXECUTED.get(name, 0)
 

@@ -21,7 +21,7 @@ from wholestep.live.opaque.functions import redirected
 from wholestep.live.opaque.modules import OpaqueModule
 from wholestep.live.pieces.pending_calls import PendingCalls
 from wholestep.live.pieces.piece import Piece, PieceSpec, make_piece, size_carrier
-from wholestep.live.ranks.peers import Peers
+from wholestep.live.ranks.peers import Peers, next_meeting
 from wholestep.live.ranks.shard_calls import executed_on_gathered, executed_on_whole, whole_operands
 from wholestep.live.recording.events import PUTS_GRADIENTS, RUNS_PIECE, Event
 from wholestep.live.recording.handle import CURRENT, RUNS, RecordingMode
@@ -34,6 +34,10 @@ from wholestep.live.run import Run
 
 class Compiled(Protocol):
     """A compiled step."""
+
+    @property
+    def plan(self) -> str:
+        """The collectives of what ran last."""
 
     def __call__(
         self, inputs: list[torch.Tensor], numbers: list[float], sizes: list[torch.Tensor]
@@ -67,8 +71,8 @@ class CompiledPiece:
     piece: Piece
     call: Compiled | None = None
     """None before all ranks have come to it."""
-    made: int = 0
-    """The number of the meeting of ranks at which it was compiled; 0 if there was none."""
+    plans: int = 0
+    """A number of the plans that the ranks had when it was compiled; 0 if it was not, or there is one rank."""
     refused: str = ""
     """Why it can be no graph."""
     launches: int = 0
@@ -231,7 +235,7 @@ class LiveStep:
             event = Event(RUNS_PIECE)
             if compiled is not None and not compiled.refused:
                 is_ahead = spec.span[1] > len(run.records)
-                event = self._peers.run_of(compiled.piece, compiled.made, is_ahead=is_ahead)
+                event = self._peers.run_of(compiled.piece, compiled.plans, is_ahead=is_ahead)
             if not self._peers.meet(event):
                 return None
         if compiled is None:
@@ -240,12 +244,13 @@ class LiveStep:
         if compiled.refused:
             run.refused = compiled.refused
             return None
-        made = 0 if self._peers is None else self._peers.made
-        if compiled.call is None or compiled.made != made:
+        is_new = compiled.call is None if self._peers is None else not self._peers.have_compiled
+        if is_new:
             if self._num_compiled >= MAX_COMPILED and self.stats.launches < LAUNCHES_EACH * self._num_compiled:
                 run.refused = f"of {self._num_compiled} compiled pieces too few run again for more to be compiled"
                 return None
-            compiled.call, compiled.made = self._compile(compiled.piece.function, made), made
+            number = 0 if self._peers is None else next_meeting()
+            compiled.call = self._compile(compiled.piece.function, number)
             self._num_compiled += 1
         try:
             results = self._run_piece(compiled, run, read)
@@ -253,6 +258,8 @@ class LiveStep:
             run.refused = compiled.refused = str(error)
             return None
         if results is not None:
+            if is_new and self._peers is not None and compiled.call is not None:
+                compiled.plans = self._peers.number_of_plans(compiled.call.plan)
             compiled.launches += 1
             self._last = compiled
         return results

@@ -67,7 +67,12 @@ from wholestep.runtime.wrapped_strategy import WrappedStrategy
 
 _LINE_BYTES = 96
 _meetings = itertools.count(1)
-"""Those at which pieces are compiled, of all live steps: all ranks hold them in one order, and agree on plans there."""
+
+
+def next_meeting() -> int:
+    """The number of the next meeting at which pieces are compiled, of all live steps: all ranks hold them in one order,
+    and agree on plans there."""
+    return next(_meetings)
 
 
 class Peers:
@@ -101,8 +106,8 @@ class Peers:
         self._is_equal = not strategy.sync_at_start
         self._runs: WeakKeyDictionary[Callable[..., Any], tuple[TrainState, int]] = WeakKeyDictionary()
         """By functions of pieces what their runs are, with the state that it was told for."""
-        self.made = 0
-        """Of the piece that all ranks run now: the number of the meeting at which it is compiled."""
+        self.have_compiled = False
+        """Of the piece that all ranks run now: whether all have compiled it, with the same plans."""
         self._parted: RankMismatchError | None = None
         """What was raised in this call, of which the other ranks know: they come to no other meeting of it."""
         self.shards = ShardedParameters(axes)
@@ -125,7 +130,7 @@ class Peers:
         """ids of the parameters whose gradients DistributedDataParallel reduces."""
         return frozenset() if self.wrapped is None else self.wrapped.managed
 
-    def run_of(self, piece: Piece, made: int, *, is_ahead: bool) -> Event:
+    def run_of(self, piece: Piece, plans: int, *, is_ahead: bool) -> Event:
         """The run of a piece: the same on ranks that take part in the same calls of it, on the same state.
 
         `is_ahead`: whether it runs a backward before Python comes to it, and holds the gradients back.
@@ -134,7 +139,13 @@ class Peers:
         if state is not self._state:
             number = zlib.crc32(piece.shared.text(self._name_of).encode())
             self._runs[piece.function] = self._state, number
-        return Event(RUNS_PIECE, 2 * number + is_ahead, made, piece.shared.is_empty)
+        return Event(RUNS_PIECE, 2 * number + is_ahead, plans, piece.shared.is_empty)
+
+    def number_of_plans(self, plan: str) -> int:
+        """A number of the plans that all ranks have for the piece that they have just compiled, the same on all."""
+        with self._failures_named():
+            own = torch.tensor([zlib.crc32(plan.encode())], device=self._meets_on)
+            return 1 + zlib.crc32(repr([int(one) for one in from_all_ranks(own, self._axes)]).encode())
 
     def _name_of(self, tensor: torch.Tensor) -> str:
         return self._state.name_of(tensor) if id(tensor) in self._state.index else ""
@@ -187,8 +198,8 @@ class Peers:
         others run what one rank may run alone, until they have, which is not as a piece then. Where a rank
         wants a whole tensor, all give their parts, and meet again. Raises RankMismatchError where some ranks end their
         call, or run what communicates by itself, and others do not, and again for what is run after that. Of a piece
-        `made` says afterwards where all ranks have compiled it, which is here and now if it was not the same meeting on
-        all: one may have forgotten a piece that another one kept.
+        `have_compiled` says afterwards whether all have compiled it, with the same plans: one may have forgotten a
+        piece that another one kept, or have run it beside another.
         """
         if self._parted is not None:
             raise self._parted
@@ -204,10 +215,8 @@ class Peers:
                     return True
                 continue
             if len(set(events)) == 1:
-                if event.kind == RUNS_PIECE:
-                    is_same = event.made > 0 and len({one.made for one in events}) == 1
-                    self.made = event.made if is_same else next(_meetings)
-                self._has_news = event.kind == ENDS and any(one.made for one in events)
+                self.have_compiled = event.detail > 0 and len({one.detail for one in events}) == 1
+                self._has_news = event.kind == ENDS and any(one.detail for one in events)
                 return True
             if any(one.is_local for one in events):
                 if event.is_local:
@@ -223,7 +232,7 @@ class Peers:
     def end(self) -> list[Path]:
         """The end of a call. Ranks tell each other what they know of their paths where any has news. Returns those on
         which a number varies by now that was a constant on this rank."""
-        self.meet(Event(ENDS, made=self.told.has_news))
+        self.meet(Event(ENDS, detail=self.told.has_news))
         if not self._has_news:
             return []
         with self._failures_named():
@@ -342,7 +351,7 @@ class Peers:
 
     def _exchange(self, event: Event) -> tuple[list[Event], list[str]]:
         line = current_line().encode()[-_LINE_BYTES:].ljust(_LINE_BYTES)
-        numbers = [event.kind, event.what, event.made, event.is_local, *line]
+        numbers = [event.kind, event.what, event.detail, event.is_local, *line]
         mine = torch.tensor(numbers, dtype=torch.int64, device=self._meets_on)
         with self._failures_named():
             rows = torch.stack(from_all_ranks(mine, self._axes)).tolist()

@@ -25,8 +25,9 @@ class Event:
     kind: int
     what: int = 0
     """A number that is the same on ranks that run the same piece, or gather the same tensor."""
-    made: int = field(default=0, compare=False)
-    """Of a piece: the number of the meeting at which it was compiled on this rank; 0 if it was not yet."""
+    detail: int = field(default=0, compare=False)
+    """Of a piece: the number of the plans with which it was compiled; 0 if it was not yet. Of the end of a call:
+    whether this rank has news of its paths."""
     is_local: int = field(default=0, compare=False)
     """Whether it is a piece of calls that one rank may make alone."""
 
