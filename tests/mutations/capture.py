@@ -704,7 +704,7 @@ CAPTURE_MUTATIONS = (
         file="live/pieces/shared_calls.py",
         old="    if _module_of(record) is not None:",
         new="    if True:",
-        tests=(f"{OWN_WAYS}::test_what_one_rank_does_keeps_no_other_from_running_pieces[logs_after_the_update-False]",),
+        tests=(f"{OWN_WAYS}::test_what_one_rank_does_keeps_no_other_from_running_pieces[keeps_a_loss-False]",),
     ),
     Mutation(
         name="a_rank_keeps_to_itself_what_varies",
@@ -737,17 +737,6 @@ CAPTURE_MUTATIONS = (
         old="PeerRefusedError, RankMismatchError) as error:",
         new="PeerRefusedError) as error:",
         tests=(f"{OWN_WAYS}::test_pieces_whose_collectives_differ_run_one_by_one",),
-    ),
-    Mutation(
-        name="a_cut_comes_before_it_is_known_to_be_one",
-        what="what runs for a value of another rank runs on a way that this rank may not take",
-        file="live/run.py",
-        old="            if record is not None and self._is_cut_here():",
-        new="            if self._is_cut_here():",
-        tests=(
-            f"{OWN_WAYS}::test_what_one_rank_does_keeps_no_other_from_running_pieces"
-            "[computes_before_the_backward-False]",
-        ),
     ),
     Mutation(
         name="pieces_are_their_text",
