@@ -6,7 +6,7 @@ from mutations import Mutation
 
 REDUCED = "tests/ranks/wrapped/test_what_ddp_reduces.py::test_each_rank_has_what_it_has_in_eager_code"
 LIVE_REDUCED = "tests/ranks/wrapped/test_what_ddp_reduces.py::test_a_live_step_does_the_same"
-LIVE_RANKS = "tests/ranks/test_live.py"
+LIVE_RANKS = "tests/ranks/live/test_live.py"
 NO_GRAPH = "tests/ranks/wrapped/test_what_ddp_reduces.py::test_what_no_graph_can_do_makes_a_step_live"
 
 GENERATORS = "tests/unit/capture/reach/test_generators.py::test_nothing_that_is_drawn_is_frozen"
@@ -20,7 +20,7 @@ SETTINGS = "tests/behaviour/hidden_state/test_settings.py"
 
 COMPILED = "tests/unit/lower/inductor/test_compile_fx.py"
 
-OWN_WAYS = "tests/ranks/test_live_own_ways.py"
+OWN_WAYS = "tests/ranks/live/test_own_ways.py"
 
 CAPTURE_MUTATIONS = (
     Mutation(
@@ -139,7 +139,7 @@ CAPTURE_MUTATIONS = (
         file="api/compiled_step.py",
         old="        if isinstance(refusal, LazyParameterError) and self._stages.is_alone():",
         new="        if isinstance(refusal, LazyParameterError):",
-        tests=("tests/ranks/test_live.py::test_ranks_do_not_make_parameters_of_lazy_modules_each_for_itself",),
+        tests=("tests/ranks/live/test_live.py::test_ranks_do_not_make_parameters_of_lazy_modules_each_for_itself",),
     ),
     Mutation(
         name="sums_beside_their_place",

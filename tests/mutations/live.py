@@ -25,7 +25,7 @@ LIVE_MUTATIONS = (
         file="live/live_step.py",
         old="has_learned = changed is not None and self._peers is None",
         new="has_learned = changed is not None",
-        tests=("tests/ranks/test_live.py::test_ranks_learn_ways_and_give_up_together[True]",),
+        tests=("tests/ranks/live/test_live.py::test_ranks_learn_ways_and_give_up_together[True]",),
     ),
     Mutation(
         name="what_a_path_has_learned_counts_for_nothing",
@@ -445,9 +445,9 @@ LIVE_MUTATIONS = (
         name="live_gradients_not_reduced",
         what="calls that run one by one leave gradients local to their rank",
         file="live/ranks/peers.py",
-        old="            self._reduce([param.grad for param, _ in found if param.grad is not None])",
+        old="            self._sums.reduce([param.grad for param, _ in found if param.grad is not None])",
         new="            pass",
-        tests=("tests/ranks/test_live.py::test_it_trains_as_ddp_does[appends]",),
+        tests=("tests/ranks/live/test_live.py::test_it_trains_as_ddp_does[appends]",),
     ),
     Mutation(
         name="detached_values_freed",
@@ -671,7 +671,7 @@ LIVE_MUTATIONS = (
         file="live/recording/record.py",
         old="isinstance(leaf, _CONSTANTS) or is_enumerator(leaf)",
         new="isinstance(leaf, _CONSTANTS)",
-        tests=("tests/ranks/test_live.py::test_it_trains_as_ddp_does[logs_the_largest]",),
+        tests=("tests/ranks/live/test_live.py::test_it_trains_as_ddp_does[logs_the_largest]",),
     ),
     Mutation(
         name="graphs_lost_in_silence",
@@ -687,7 +687,7 @@ LIVE_MUTATIONS = (
         file="live/ranks/peers.py",
         old="            if any(one.is_local for one in events):",
         new="            if False:",
-        tests=("tests/ranks/test_live.py::test_a_rank_may_look_at_something_of_its_own",),
+        tests=("tests/ranks/live/test_live.py::test_a_rank_may_look_at_something_of_its_own",),
     ),
     Mutation(
         name="noted_after_the_last_piece",

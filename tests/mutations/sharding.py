@@ -438,7 +438,7 @@ SHARDING_MUTATIONS = (
         name="gradients_of_whole_tensors_lost",
         what="a parameter that is used outside of its module gets no gradient there",
         file="live/ranks/peers.py",
-        old="            self.shards.reduce(told[len(fresh) :], self._reduce)\n",
+        old="            self.shards.reduce(told[len(fresh) :], self._sums.reduce)\n",
         new="",
         tests=(f"{LIVE}[penalty_on_weights]",),
     ),
@@ -453,7 +453,7 @@ SHARDING_MUTATIONS = (
     Mutation(
         name="live_gradients_reduced_over_one_axis",
         what="on a mesh of two axes a live step reduces gradients of whole parameters over one of them",
-        file="live/ranks/peers.py",
+        file="live/ranks/gradient_sums.py",
         old="            all_reduced(flat, dist.ReduceOp.SUM, self._axes)",
         new="            all_reduced(flat, dist.ReduceOp.SUM, self._axes[:1])",
         tests=("tests/ranks/sharding/test_live_steps.py::test_a_step_on_a_mesh_of_two_axes_is_not_refused[zero1-0]",),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import wholestep as ws
-from tests.ranks import test_live
+from tests.ranks.live import test_live
 
 pytestmark = pytest.mark.ranks
 
