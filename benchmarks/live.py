@@ -115,11 +115,20 @@ def contenders(
         guarded_opt.zero_grad()
         return float(loss.detach())
 
-    live = [ws.compile(metered, **options), ws.compile(guarded, **options)]
+    one_model, one_opt = training()
+    rank = ws.init().rank
+
+    def logged(*batch: Tensor) -> None:
+        loss = plain(one_model, one_opt, *batch)
+        if rank == 0:
+            losses.append(loss.item())
+
+    live = [ws.compile(metered, **options), ws.compile(guarded, **options), ws.compile(logged, **options)]
     return [
         Contender("pure, the value asked for after it", lambda: float(pure(*batch)), pure),
         Contender("append(loss.item()), print", lambda: live[0](*batch), live[0]),
         Contender("isfinite between backward and update", lambda: live[1](*batch), live[1]),
+        Contender("append(loss.item()) on rank 0 alone", lambda: live[2](*batch), live[2]),
     ]
 
 

@@ -25,7 +25,7 @@ LIVE_MUTATIONS = (
         file="live/live_step.py",
         old="has_learned = changed is not None and self._peers is None",
         new="has_learned = changed is not None",
-        tests=("tests/ranks/live/test_live.py::test_ranks_learn_ways_and_give_up_together[True]",),
+        tests=("tests/ranks/live/test_live.py::test_ranks_learn_ways_and_give_up_together[of modules]",),
     ),
     Mutation(
         name="what_a_path_has_learned_counts_for_nothing",
