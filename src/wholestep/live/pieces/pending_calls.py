@@ -93,7 +93,7 @@ class PendingCalls(RecordedCalls, ABC):
 
     def _is_cut_here(self) -> bool:
         """Whether other ranks ask for a value before this call, and what they run for it has not run."""
-        last = self.candidates[0].cuts.get(len(self.records))
+        last = self.candidates[0].cuts.get(len(self.records)) if self.candidates else None
         return last is not None and last >= self._started and self._speculation is None
 
     def _run_pieces(self, end: int) -> str:
