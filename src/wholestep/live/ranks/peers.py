@@ -4,7 +4,7 @@
 A piece brings its collectives with it. Where calls run one by one, the gradients that a backward has left are reduced
 right after it, so that parameters stay equal on all ranks. Both need all ranks to do the same, and Python may decide
 otherwise on one of them. So ranks meet before each backward and each piece, and at the end of each call, and say what
-they are about to do. If the shared calls of all pieces are the same, they run; if not, each call by itself. If one ends its
+they are about to do. If all pieces have the same shared calls they run; if not, call by call. If one rank ends its
 call where others go on, that is an error on every rank, with the line of each, before anything has been reduced. What
 one rank may run alone it does, and the others wait.
 """
